@@ -7,7 +7,6 @@
       <n>.end        its result, or that it was interrupted
       <n>.engine     what became of its job, where the engine reports that in a file (Ray)
       <n>.out        what its node printed before and beside the experiment
-      <n>.start      what its worker printed before it had its order
 
 A claim is created with O_EXCL, which file servers decide: of all that try, one succeeds. So an experiment
 never runs twice, however often an engine starts its job. Whoever claims looks for the order afterwards; the
@@ -33,7 +32,7 @@ from ..order import WorkerOrder
 from .settings import ClusterSettings, Request
 
 _BATCH_FILE = "batch.json"
-_SUFFIXES = (".order", ".claim", ".end", ".engine", ".out", ".start")
+_SUFFIXES = (".order", ".claim", ".end", ".engine", ".out")
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,9 +101,6 @@ class JobsFolder:
 
     def output(self, number: int | str) -> Path:
         return self.root / f"{number}.out"
-
-    def worker_log(self, number: int) -> Path:
-        return self.root / f"{number}.start"
 
     def is_described(self) -> bool:
         """Whether the batch may have been submitted: it is described before that."""

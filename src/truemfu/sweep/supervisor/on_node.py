@@ -30,7 +30,7 @@ from ..launchers.local import imports_of
 from ..order import WorkerOrder
 from ..paths import SweepFolder
 from ..process import WorkerProcess
-from .supervise import Stop, not_started, run_case
+from .supervise import Stop, run_case
 
 _CHECK_INTERVAL_S = 10.0
 _CHECKS = 3
@@ -87,12 +87,13 @@ def _run(batch: Batch, order: WorkerOrder, jobs: JobsFolder, number: int, stop: 
     command = [*batch.command, *imports_of(order.case)]
     # What the engine set, with no GPU for an experiment that requested none.
     environment = dict(os.environ) if batch.request.gpus else {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    try:
-        worker = WorkerProcess(command, environment=environment, log=jobs.worker_log(number))
-    except OSError as error:
-        return not_started(order, error, folder)
     return run_case(
-        worker, order, folder, time_limit_s=batch.time_limit_s, stop=stop, on_progress=end_with_parent
+        lambda: WorkerProcess(command, environment=environment),
+        order,
+        folder,
+        time_limit_s=batch.time_limit_s,
+        stop=stop,
+        on_progress=end_with_parent,
     )
 
 

@@ -86,7 +86,7 @@ def run_sweep(
     cluster = None
     if config.launcher == "local":
         slots_by_gpus = {
-            gpus: slots(config, device, own_folder, command, gpus_per_experiment=gpus)
+            gpus: slots(config, device, command, gpus_per_experiment=gpus)
             for gpus in sorted(config.gpus_per_experiment)
         }
     else:

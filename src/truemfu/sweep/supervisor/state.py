@@ -94,7 +94,7 @@ class SweepState:
     def probe_order(self, case: SweepCase, slot: str) -> WorkerOrder:
         """The order to find out whether a case fits in memory."""
         name = f"probe-{slot}"
-        log = str(self.folder.slot_log(name))
+        log = str(self.folder.probe_log(slot))
         return msgspec.structs.replace(self._order(name, case, ""), purpose="probe", log_path=log)
 
     def _order(self, name: str, case: SweepCase, case_hash: str) -> WorkerOrder:

@@ -122,11 +122,10 @@ def stored_result(name: str, file: Path, log: Path) -> Stored:
 def read_log(log: Path) -> Stored:
     """The last line that is a result, even if a stray child printed after it, and the lines before."""
     try:
-        found = [line for line in plain_files.read_end(log, _END_BYTES)[0].splitlines() if line.strip()]
+        end = plain_files.read_end(log, _END_BYTES)[0]
     except OSError as error:
         return Stored(faults=(f"{log.name} cannot be read: {error.strerror}",))
-    words = [line for line in found if not _looks_like_result(line)][-_TAIL_LINES:]
-    tail = tuple(line.decode(errors="replace").rstrip()[:_LINE_CHARACTERS] for line in words)
+    found, tail = [line for line in end.splitlines() if line.strip()], tuple(tail_of(end))
     faults = [f"{log.name} ends without a result" if found else f"{log.name} is empty"]
     for line in reversed(found):
         if line.startswith(b"{"):
@@ -140,6 +139,12 @@ def read_log(log: Path) -> Stored:
 def last_lines(log: Path) -> list[str]:
     """The last non-empty lines of a log, without the result; none if it cannot be read."""
     return list(read_log(log).log_tail)
+
+
+def tail_of(output: bytes) -> list[str]:
+    """The last non-empty lines of what a worker printed, without a result."""
+    lines = [line for line in output.splitlines() if line.strip() and not _looks_like_result(line)]
+    return [line.decode(errors="replace").rstrip()[:_LINE_CHARACTERS] for line in lines[-_TAIL_LINES:]]
 
 
 def _in_file(file: Path) -> Stored:
