@@ -55,6 +55,11 @@ def save(folder: SweepFolder, result: CaseResult) -> CaseResult:
     return msgspec.structs.replace(result, notes=result.notes + problems) if problems else result
 
 
+def is_stored(folder: SweepFolder, result: CaseResult) -> bool:
+    """Whether this very result is in its file."""
+    return _in_file(folder.result(result.name)).result == result
+
+
 def clear_paths(folder: SweepFolder, *files: Path) -> list[str]:
     """Create missing folders, and remove anything that is not a file at these paths; a note for each."""
     found = []
