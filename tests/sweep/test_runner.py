@@ -146,12 +146,6 @@ def test_failures_of_others_change_nothing_of_a_result(with_faults: Ran, alone: 
     assert beside.measured.final_loss == by_itself.measured.final_loss
 
 
-def test_the_time_outside_the_experiments_is_part_of_the_whole(with_faults: Ran) -> None:
-    outcome = with_faults.outcome
-    assert not outcome.interrupted
-    assert 0.0 < outcome.harness_s < outcome.wall_s
-
-
 def test_what_is_there_is_not_run_again(alone: Ran) -> None:
     config = small(trainers=["StandardTrainer"], batch_sizes=[BATCH], memory_limit_gib=3.0)
     heard = Recorder()

@@ -342,7 +342,6 @@ def test_a_failure_has_its_own_end(tmp_path: Path, trainer: str, end: Status, me
     assert result.memory is not None
     assert result.environment is not None
     assert failed.phases[-1] is Phase.GRADIENT_CHECK
-    assert decode(failed.log.splitlines()[-1], CaseResult, "the log") == result
     assert ("Traceback" in failed.log) is (end is not Status.INCORRECT)
     if end is Status.INCORRECT:
         assert result.gate is not None

@@ -36,7 +36,6 @@ _JOBS_PREFIX = "jobs-"
 class RunningCase(msgspec.Struct, frozen=True, kw_only=True):
     """A running experiment, for the next supervisor if this one dies."""
 
-    pid: int
     token: str
     began_at_s: float
     content_hash: str

@@ -47,6 +47,8 @@ _MISSING_QUESTION_S = 1.0
 """Where a job is over, and only its last file is missing."""
 _BACK_OFF = 1.3
 _SUBMIT_AGAIN_S = 60.0
+_LARGEST_BATCH = 1_000
+"""Experiments in a batch: the jobs that an array of Slurm may have unless it is configured otherwise."""
 
 
 class ClusterRun:
@@ -106,7 +108,7 @@ class ClusterRun:
 
     def _submit(self, state: SweepState) -> None:
         """Submit as much as the engine takes; a UsageError if it takes nothing and nothing is on it."""
-        size = self._engine.batch_size() if self._unsubmitted else 1
+        size = _LARGEST_BATCH
         while self._unsubmitted and not state.stop.requested:
             orders = [state.order(name) for name in self._unsubmitted[:size]]
             # The jobs of a batch have one request.
@@ -114,7 +116,7 @@ class ClusterRun:
             try:
                 submitted = self._submit_batch(orders)
             except UsageError as error:
-                if len(orders) > 1:  # the engine may limit how many jobs one user has
+                if len(orders) > 1:  # the engine may limit the jobs of an array, or of one user
                     size = len(orders) // 2
                     continue
                 if not self._batches:

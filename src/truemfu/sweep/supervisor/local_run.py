@@ -58,7 +58,6 @@ class LocalRun:
         slot.close()
         if result is None:
             raise Interrupted
-        state.add_own_work(result)
         return result
 
     def _serve(self, slot: Slot) -> None:

@@ -40,7 +40,7 @@ class Stored:
 def save(folder: SweepFolder, result: CaseResult) -> CaseResult:
     """Write a result to its file and the end of its log; replaced files and errors are in its notes."""
     file, log = folder.result(result.name), folder.log(result.name)
-    found = clear_paths(folder, file, log)
+    found = _clear_paths(folder, file, log)
     if found:
         result = msgspec.structs.replace(result, notes=[*result.notes, *found])
     problems = []
@@ -49,7 +49,7 @@ def save(folder: SweepFolder, result: CaseResult) -> CaseResult:
     except OSError as error:
         problems.append(f"{file.relative_to(folder.root)} could not be written: {error.strerror}")
     try:
-        seal_log(log, result)
+        _seal_log(log, result)
     except OSError as error:
         problems.append(f"{log.relative_to(folder.root)} could not be written: {error.strerror}")
     return msgspec.structs.replace(result, notes=result.notes + problems) if problems else result
@@ -60,7 +60,7 @@ def is_stored(folder: SweepFolder, result: CaseResult) -> bool:
     return _in_file(folder.result(result.name)).result == result
 
 
-def clear_paths(folder: SweepFolder, *files: Path) -> list[str]:
+def _clear_paths(folder: SweepFolder, *files: Path) -> list[str]:
     """Create missing folders, and remove anything that is not a file at these paths; a note for each."""
     found = []
     try:
@@ -75,7 +75,7 @@ def clear_paths(folder: SweepFolder, *files: Path) -> list[str]:
     return found
 
 
-def seal_log(log: Path, result: CaseResult) -> None:
+def _seal_log(log: Path, result: CaseResult) -> None:
     """Write the result as the last line of the log, replacing an earlier result."""
     file = plain_files.open_plain(log, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
     try:

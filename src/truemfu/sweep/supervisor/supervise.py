@@ -13,7 +13,7 @@ they are replaced, and a note names the change.
 
 from __future__ import annotations
 
-import os
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -23,12 +23,12 @@ import msgspec
 
 from ... import plain_files
 from ...errors import RecordError, one_line
-from ...records import CaseResult, Phase, PhaseTime, Status, decode, read_record, write_record
+from ...records import CaseResult, Phase, PhaseTime, Status, decode, write_record
 from ..failures import WorkerEnd, status_of_exit
 from ..order import Progress, WorkerOrder, encode_order, environment_of, last_phase, peaks, read_progress
 from ..paths import RunningCase, SweepFolder
 from ..process import GRACE_S, WorkerProcess, kernel_oom_kills
-from .stored import clear_paths, last_lines, save, seal_log, tail_of
+from .stored import last_lines, save, stored_result, tail_of
 
 _POLL_INTERVAL_S = 0.25
 
@@ -105,7 +105,6 @@ def _prepare(worker: WorkerProcess, order: WorkerOrder, folder: SweepFolder) -> 
             plain_files.remove(path)
         plain_files.append(log, b"")
         mark = RunningCase(
-            pid=worker.pid,
             token=worker.token,
             began_at_s=time.time(),
             content_hash=order.content_hash,
@@ -167,14 +166,11 @@ def _completed(
 
 def _seal_interrupted(folder: SweepFolder, name: str) -> None:
     """Note the interruption in the log; an earlier result stays valid and becomes its last line again."""
-    try:
-        clear_paths(folder, folder.log(name))
+    with contextlib.suppress(OSError):  # only the log stays without this line
         plain_files.append(folder.log(name), b"interrupted before it finished\n")
-        if os.path.lexists(folder.result(name)):
-            seal_log(folder.log(name), read_record(folder.result(name), CaseResult))
-    except (OSError, RecordError):
-        # The result's file itself is untouched; only the log stays without its last line.
-        return
+    earlier = stored_result(name, folder.result(name), folder.log(name)).result
+    if earlier is not None:
+        save(folder, earlier)
 
 
 def watch(
