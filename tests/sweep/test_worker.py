@@ -467,13 +467,6 @@ def test_without_an_order_a_worker_leaves_quietly(tmp_path: Path) -> None:
     assert (tmp_path / "answer").read_text() == ""
 
 
-def test_nonsense_instead_of_an_order_is_one_line(tmp_path: Path) -> None:
-    worker = start(tmp_path)
-    worker.communicate(b"{}\n", timeout=FOREVER_S)
-    assert worker.returncode == 2
-    assert (tmp_path / "spare.log").read_text().startswith("error: standard input is not a valid WorkerOrder")
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a child with its parent")
 def test_a_worker_dies_with_its_supervisor(tmp_path: Path) -> None:
     """A supervisor that keeps the worker's standard input open elsewhere, and is killed."""

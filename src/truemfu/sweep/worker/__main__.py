@@ -4,7 +4,7 @@
                                (no CUDA)  (none: exit 0)                                   │
         to the supervisor, which writes it to results/<name>.json and the end of the log ◄─┘
 
-Exit codes: 0 measured (a probe: it fits), 1 failed, with the reason in the result, 2 invalid order.
+Exit codes: 0 measured (a probe: it fits), 1 failed, with the reason in the result.
 The worker may be started long before its order: until then it only imports, those of its arguments too.
 """
 
@@ -40,7 +40,6 @@ def main() -> int:
 
     from torch import nn
 
-    from ...errors import RecordError
     from ..order import decode_order
     from ..trainers.base import TrainerSettings
     from ..trainers.standard import make_optimizer
@@ -55,11 +54,7 @@ def main() -> int:
     line = sys.stdin.buffer.readline()
     if not line.strip():
         return 0
-    try:
-        order = decode_order(line)
-    except RecordError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    order = decode_order(line)
     began_at_s = time.time()
     _write_to(Path(order.log_path))
     find_modules_here()
