@@ -15,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 
+from truemfu.plain_files import Descriptor
 from truemfu.records import CaseResult, Phase, Status
 from truemfu.sweep.order import Progress, WorkerOrder, append_progress, decode_order
 from truemfu.sweep.process import ANSWER_NAME
@@ -147,7 +148,7 @@ def main() -> int:
         append_progress(Path(order.progress_path), Progress(phase=phase, at_s=time.time()))
     result = result_of(order)
     note(name=order.name, event="ended", gpu=gpu, pid=os.getpid())
-    code = send(result, int(os.environ[ANSWER_NAME]))
+    code = send(result, Descriptor(int(os.environ[ANSWER_NAME])))
     append_progress(Path(order.progress_path), Progress(phase=Phase.DONE, at_s=time.time()))
     return code
 

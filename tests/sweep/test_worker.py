@@ -27,6 +27,7 @@ FOREVER_S = 1800.0
 """Far longer than a worker takes beside any other work."""
 
 TRAINERS = """
+import os
 import sys
 import torch
 from truemfu.sweep.trainers.standard import StandardTrainer
@@ -111,6 +112,17 @@ class ClosesItsStreams(_AfterTheGate):
             sys.stdout.close()
             sys.stderr.close()
         return super().step(batch)
+
+
+class ClosesEveryDescriptor(_AfterTheGate):
+    def step(self, batch):
+        loss = super().step(batch)
+        if self.in_earnest:
+            os.closerange(3, 4096)
+            while os.open(os.devnull, os.O_RDONLY) < 100:
+                pass
+            raise ValueError("all closed")
+        return loss
 
 
 class _FailsLate(StandardTrainer):
@@ -372,6 +384,16 @@ def test_a_trainer_that_closes_its_streams_keeps_its_measurement(tmp_path: Path)
     done = run(tmp_path, "my_trainers:ClosesItsStreams", profiled_steps=0)
     assert (done.exit_code, done.result.end) == (0, Status.OK)
     assert done.log.splitlines()[-1] == "[done]"
+
+
+def test_a_result_that_cannot_be_sent_is_written_to_no_other_file(tmp_path: Path) -> None:
+    done = run(tmp_path, "my_trainers:ClosesEveryDescriptor", profiled_steps=0)
+    assert done.exit_code == 1
+    assert (tmp_path / "answer").read_text() == ""
+    assert done.log.splitlines()[-2:] == [
+        "ValueError: all closed",
+        "the result cannot be sent: the trainer has closed every descriptor",
+    ]
 
 
 def test_a_real_sigint_is_a_signal(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import warnings
 from pathlib import Path
 from typing import NoReturn
 
-from ...plain_files import open_plain
+from ...plain_files import Descriptor, open_plain
 from ..process import ANSWER_NAME
 from .lifetime import die_with_parent, exit_at_once, find_modules_here
 
@@ -31,8 +31,8 @@ def main() -> int:
     """Wait for an order, run it, report the result."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # so any KeyboardInterrupt was raised by a trainer
-    answer_file = int(os.environ.pop(ANSWER_NAME))
-    os.set_inheritable(answer_file, False)  # no child of the trainer inherits it
+    answer = Descriptor(int(os.environ.pop(ANSWER_NAME)))
+    os.set_inheritable(answer.number, False)  # no child of the trainer inherits it
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # hides the profiler's start messages
     for name in sys.argv[1:]:
         with contextlib.suppress(ImportError):  # the trainer that needs it reports that in its result
@@ -61,8 +61,8 @@ def main() -> int:
     if order.case.gpus > 1:
         from .ranks import run_ranks
 
-        return send(run_ranks(order), answer_file)
-    return send(CaseRun(order, started_at_s=STARTED_AT_S, began_at_s=began_at_s).run(), answer_file)
+        return send(run_ranks(order), answer)
+    return send(CaseRun(order, started_at_s=STARTED_AT_S, began_at_s=began_at_s).run(), answer)
 
 
 def _write_to(log_path: Path) -> None:
