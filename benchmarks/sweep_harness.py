@@ -25,12 +25,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from truemfu.records import CaseResult, Phase, Status, SweepRecord, read_record
 from truemfu.report.sweep.load import load_sweep
-from truemfu.sweep.supervisor.runner import covered_s
 
 LIMIT = 0.05
 COLUMNS = {
@@ -63,6 +63,16 @@ def own_work(result: CaseResult) -> tuple[float, float]:
     assert result.began_at_s is not None
     seconds = phase_seconds(result)
     return result.began_at_s, result.began_at_s + sum(seconds.values()) - seconds["end"]
+
+
+def covered_s(stretches: Iterable[tuple[float, float]]) -> float:
+    """The length of time that at least one of the stretches (begin, end) covers."""
+    total = 0.0
+    reached = float("-inf")
+    for begin, end in sorted(stretches):
+        total += max(end - max(begin, reached), 0.0)
+        reached = max(reached, end)
+    return total
 
 
 def sweep(config: Path | None, folder: Path) -> tuple[list[CaseResult], float]:

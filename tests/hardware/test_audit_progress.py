@@ -57,13 +57,3 @@ def test_a_terminal_has_one_line_that_is_rewritten_and_taken_away(tmp_path: Path
     assert stream.getvalue() == (
         f"{clear}audit: 1 kernel profiled, 1 s{clear}audit: 1 kernel profiled, 1 s{clear}done\n"
     )
-
-
-def test_a_line_that_comes_in_pieces_counts_once(tmp_path: Path, now_s: list[float]) -> None:
-    log = tmp_path / "ncu.log"
-    progress = AuditProgress(log, io.StringIO())
-    text = KERNEL.format(0) + KERNEL.format(1)
-    for end in range(len(text) + 1):
-        log.write_text(text[:end])
-        progress.update()
-    assert progress.kernels == 2

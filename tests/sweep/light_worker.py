@@ -15,11 +15,11 @@ import sys
 import time
 from pathlib import Path
 
+from truemfu.plain_files import Descriptor
 from truemfu.records import CaseResult, Phase, Status
 from truemfu.sweep.order import Progress, WorkerOrder, append_progress, decode_order
-from truemfu.sweep.paths import SweepFolder
 from truemfu.sweep.process import ANSWER_NAME
-from truemfu.sweep.worker.worker_report import WorkerOutput
+from truemfu.sweep.worker.worker_report import send
 
 FOLDER = Path(os.environ.get("TRUEMFU_TEST_FOLDER", "."))
 
@@ -148,9 +148,7 @@ def main() -> int:
         append_progress(Path(order.progress_path), Progress(phase=phase, at_s=time.time()))
     result = result_of(order)
     note(name=order.name, event="ended", gpu=gpu, pid=os.getpid())
-    code = WorkerOutput(int(os.environ[ANSWER_NAME])).report(
-        result, SweepFolder(Path(order.folder)).result(order.name)
-    )
+    code = send(result, Descriptor(int(os.environ[ANSWER_NAME])))
     append_progress(Path(order.progress_path), Progress(phase=Phase.DONE, at_s=time.time()))
     return code
 

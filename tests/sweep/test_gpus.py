@@ -14,7 +14,6 @@ from truemfu.records import SweepCase
 from truemfu.sweep.config import TEST_CONFIG, override
 from truemfu.sweep.gpus import chosen_gpus, device_name, resolve_device, visible_gpus
 from truemfu.sweep.launchers.local import slots
-from truemfu.sweep.paths import SweepFolder
 from truemfu.sweep.supervisor.runner import run_sweep
 
 
@@ -71,36 +70,30 @@ SHOW = "import os; print(repr(os.environ['CUDA_VISIBLE_DEVICES']), os.environ.ge
 CASE = SweepCase(trainer="StandardTrainer", model="tiny", batch_size=2, seq_len=32)
 
 
-def seen_by_workers(tmp_path: Path, device: str) -> list[str]:
-    folder = SweepFolder(tmp_path / "out")
-    folder.running.mkdir(parents=True)
+def seen_by_workers(device: str) -> list[str]:
     seen = []
-    for slot in slots(TEST_CONFIG, device, folder, [sys.executable, "-c", SHOW]):
+    for slot in slots(TEST_CONFIG, device, [sys.executable, "-c", SHOW]):
         worker = slot.worker_for(CASE)
         assert worker.wait(600.0)
         worker.end()
-        seen.append(f"{slot.name} {worker.log.read_text().strip()}")
-        slot.close()
-        assert not worker.log.exists()
+        seen.append(f"{slot.name} {worker.first_output.decode().strip()}")
     return seen
 
 
 @pytest.mark.usefixtures("three_gpus")
-def test_each_slot_shows_its_worker_one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_slot_shows_its_worker_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
-    assert seen_by_workers(tmp_path, "cuda") == [f"gpu{n} '{n}' PCI_BUS_ID" for n in range(3)]
+    assert seen_by_workers("cuda") == [f"gpu{n} '{n}' PCI_BUS_ID" for n in range(3)]
 
 
 @pytest.mark.usefixtures("three_gpus")
-def test_a_slot_on_a_cpu_hides_the_gpus(tmp_path: Path) -> None:
-    (only,) = seen_by_workers(tmp_path, "cpu")
+def test_a_slot_on_a_cpu_hides_the_gpus() -> None:
+    (only,) = seen_by_workers("cpu")
     assert only.startswith("cpu ''")
 
 
-def test_a_worker_made_ready_is_used_and_one_that_died_meanwhile_is_not(tmp_path: Path) -> None:
-    folder = SweepFolder(tmp_path)
-    folder.running.mkdir()
-    (slot,) = slots(TEST_CONFIG, "cpu", folder, [sys.executable, "-c", "import sys; sys.stdin.readline()"])
+def test_a_worker_made_ready_is_used_and_one_that_died_meanwhile_is_not() -> None:
+    (slot,) = slots(TEST_CONFIG, "cpu", [sys.executable, "-c", "import sys; sys.stdin.readline()"])
     slot.make_ready(CASE)
     first = slot.worker_for(CASE)
     slot.make_ready(CASE)
@@ -110,7 +103,7 @@ def test_a_worker_made_ready_is_used_and_one_that_died_meanwhile_is_not(tmp_path
         assert not worker.wait(0.0)
         worker.end()
 
-    (slot,) = slots(TEST_CONFIG, "cpu", folder, [sys.executable, "-c", "import sys; sys.exit(5)"])
+    (slot,) = slots(TEST_CONFIG, "cpu", [sys.executable, "-c", "import sys; sys.exit(5)"])
     slot.make_ready(CASE)
     ready = slot._ready
     assert ready is not None
@@ -121,9 +114,9 @@ def test_a_worker_made_ready_is_used_and_one_that_died_meanwhile_is_not(tmp_path
 
 
 @pytest.mark.usefixtures("three_gpus")
-def test_a_slot_is_named_after_its_gpu_and_no_gpu_has_two(tmp_path: Path) -> None:
+def test_a_slot_is_named_after_its_gpu_and_no_gpu_has_two() -> None:
     config = override(TEST_CONFIG, gpus=[2, 0, 2])
-    assert [slot.name for slot in slots(config, "cuda", SweepFolder(tmp_path))] == ["gpu2", "gpu0"]
+    assert [slot.name for slot in slots(config, "cuda")] == ["gpu2", "gpu0"]
 
 
 def test_a_gpu_by_number_without_a_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,10 +126,8 @@ def test_a_gpu_by_number_without_a_gpu_is_an_error(monkeypatch: pytest.MonkeyPat
     assert resolve_device("cpu", [7]) == "cpu"
 
 
-def test_a_worker_made_ready_with_other_imports_is_not_used(tmp_path: Path) -> None:
-    folder = SweepFolder(tmp_path)
-    folder.running.mkdir()
-    (slot,) = slots(TEST_CONFIG, "cpu", folder, [sys.executable, "-c", "import sys; sys.stdin.readline()"])
+def test_a_worker_made_ready_with_other_imports_is_not_used() -> None:
+    (slot,) = slots(TEST_CONFIG, "cpu", [sys.executable, "-c", "import sys; sys.stdin.readline()"])
     slot.make_ready(msgspec.structs.replace(CASE, trainer="DPSGDTrainer"))
     ready = slot._ready
     assert ready is not None
@@ -147,13 +138,12 @@ def test_a_worker_made_ready_with_other_imports_is_not_used(tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("three_gpus")
-def test_a_slot_of_several_gpus_has_them_to_itself(tmp_path: Path) -> None:
-    folder = SweepFolder(tmp_path)
+def test_a_slot_of_several_gpus_has_them_to_itself() -> None:
     config = override(TEST_CONFIG, gpus=[2, 0])
-    (both,) = slots(config, "cuda", folder, [sys.executable, "-c", SHOW], gpus_per_experiment=2)
+    (both,) = slots(config, "cuda", [sys.executable, "-c", SHOW], gpus_per_experiment=2)
     assert both.name == "gpu2-0"
-    assert [slot.name for slot in slots(TEST_CONFIG, "cuda", folder, gpus_per_experiment=2)] == ["gpu0-1"]
-    assert [slot.name for slot in slots(TEST_CONFIG, "cpu", folder, gpus_per_experiment=4)] == ["cpu"]
+    assert [slot.name for slot in slots(TEST_CONFIG, "cuda", gpus_per_experiment=2)] == ["gpu0-1"]
+    assert [slot.name for slot in slots(TEST_CONFIG, "cpu", gpus_per_experiment=4)] == ["cpu"]
 
 
 @pytest.mark.usefixtures("three_gpus")

@@ -143,7 +143,7 @@ def test_a_folder_that_cannot_be_written_again_costs_each_experiment_alone(
     assert (bad.end, good.end) == (Status.OK, Status.ERROR)
     assert any("could not be written: Not a directory" in note for note in bad.notes)
     assert good.message is not None
-    assert good.message.startswith("its process could not be started: FileExistsError")
+    assert "NotADirectoryError" in good.message
     assert (tmp_path / "out").read_text() == "mine"
 
 
@@ -220,7 +220,7 @@ def test_a_log_that_is_a_link_to_elsewhere_is_replaced_and_not_emptied(
     folder = SweepFolder(tmp_path / "out")
     config = small(trainers=["StandardTrainer"], batch_sizes=[1])
     run_sweep(config, folder.root, listener=Recorder(), command=LEAVE)
-    links = [folder.log(BAD), folder.slot_log("cpu-0"), folder.slot_log("cpu-1"), folder.result(BAD)]
+    links = [folder.log(BAD), folder.result(BAD)]
     for path in links:
         path.unlink(missing_ok=True)
         path.symlink_to(precious)

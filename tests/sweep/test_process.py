@@ -38,7 +38,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
     monkeypatch.chdir(tmp_path)
 
     def start_python(code: str) -> WorkerProcess:
-        return WorkerProcess([sys.executable, "-c", code], environment=os.environ, log=tmp_path / "log")
+        return WorkerProcess([sys.executable, "-c", code], environment=os.environ)
 
     return start_python
 
@@ -81,12 +81,12 @@ def test_a_signal_is_read_exactly(start: Start, name: str) -> None:
     assert (worker.exit_code, worker.signal_name) == (None, name)
 
 
-def test_a_worker_reads_its_order_and_its_output_is_in_the_log(start: Start) -> None:
+def test_a_worker_reads_its_order_and_its_output_is_kept_in_memory(start: Start) -> None:
     worker = start("import sys; print('got', sys.stdin.readline().strip(), bool(sys.stdin.read()))")
     worker.send(b"the order\n")
     assert worker.wait(FOREVER_S)
     worker.end()
-    assert worker.log.read_text() == "got the order False\n"
+    assert worker.first_output == b"got the order False\n"
 
 
 def test_an_order_to_a_worker_that_is_gone_is_no_error(start: Start) -> None:
@@ -152,18 +152,6 @@ def test_a_process_with_another_token_is_left_alone(start: Start) -> None:
     assert kill_leftovers("0" * 32) == []
     assert not bystander.wait(0.0)
     bystander.end()
-
-
-def test_a_paused_worker_does_not_run_until_it_goes_on(start: Start, tmp_path: Path) -> None:
-    worker = start("import pathlib, sys; sys.stdin.readline(); pathlib.Path('ran').touch()")
-    worker.pause()
-    worker.send(b"\n")
-    assert not worker.wait(1.0)
-    assert not (tmp_path / "ran").exists()
-    worker.resume()
-    assert worker.wait(FOREVER_S)
-    worker.end()
-    assert (tmp_path / "ran").exists()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")

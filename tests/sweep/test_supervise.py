@@ -51,15 +51,15 @@ def order(folder: SweepFolder, trainer: str = "StandardTrainer") -> WorkerOrder:
     )
 
 
-def worker(folder: SweepFolder, code: str | None = None) -> WorkerProcess:
+def worker(code: str | None = None) -> WorkerProcess:
     """A real worker, or Python with this code in its place."""
     command = WORKER if code is None else (sys.executable, "-c", textwrap.dedent(code))
-    return WorkerProcess(command, environment=os.environ, log=folder.slot_log("cpu"))
+    return WorkerProcess(command, environment=os.environ)
 
 
 def result_of(started: WorkerProcess, folder: SweepFolder) -> CaseResult:
     """What becomes of an experiment when nobody interrupts it."""
-    result = run_case(started, order(folder), folder, time_limit_s=600.0, stop=Stop())
+    result = run_case(lambda: started, order(folder), folder, time_limit_s=600.0, stop=Stop())
     assert result is not None
     return result
 
@@ -79,9 +79,9 @@ def earlier_result(folder: SweepFolder) -> CaseResult:
 
 
 def test_a_hang_is_ended_at_its_time_limit_even_if_it_ignores_term(folder: SweepFolder) -> None:
-    hanging = worker(folder)
+    hanging = worker()
     result = run_case(
-        hanging,
+        lambda: hanging,
         order(folder, "failing_trainers:Hangs"),
         folder,
         time_limit_s=15.0,
@@ -103,7 +103,7 @@ def test_a_hang_is_ended_at_its_time_limit_even_if_it_ignores_term(folder: Sweep
 
 def test_an_earlier_result_is_not_mistaken_for_this_runs(folder: SweepFolder) -> None:
     earlier_result(folder)
-    result = result_of(worker(folder, "import os; os._exit(3)"), folder)
+    result = result_of(worker("import os; os._exit(3)"), folder)
     assert (result.end, result.exit_code, result.phase) == (Status.ERROR, 3, Phase.START)
     assert read_record(folder.result(NAME), CaseResult) == result
     assert last_line(folder.log(NAME))["message"] == result.message
@@ -113,8 +113,8 @@ def test_an_interruption_leaves_the_earlier_result_where_it_was(folder: SweepFol
     earlier = earlier_result(folder)
     stop = Stop()
     stop.request()
-    busy = worker(folder)
-    assert run_case(busy, order(folder), folder, time_limit_s=600.0, stop=stop) is None
+    busy = worker()
+    assert run_case(lambda: busy, order(folder), folder, time_limit_s=600.0, stop=stop) is None
     assert not alive(busy.pid)
     assert read_record(folder.result(NAME), CaseResult) == earlier
     assert last_line(folder.log(NAME))["message"] == "the earlier one"
@@ -124,12 +124,12 @@ def test_an_interruption_leaves_the_earlier_result_where_it_was(folder: SweepFol
 def test_an_interruption_without_an_earlier_result_writes_none(folder: SweepFolder) -> None:
     stop = Stop()
     stop.request()
-    assert run_case(worker(folder), order(folder), folder, time_limit_s=600.0, stop=stop) is None
+    assert run_case(worker, order(folder), folder, time_limit_s=600.0, stop=stop) is None
     assert not folder.result(NAME).exists()
 
 
 def test_a_worker_that_cannot_start_says_why(folder: SweepFolder) -> None:
-    broken = worker(folder, "raise ImportError('libtorch.so: cannot open shared object file')")
+    broken = worker("raise ImportError('libtorch.so: cannot open shared object file')")
     result = result_of(broken, folder)
     assert (result.end, result.exit_code) == (Status.ERROR, 1)
     assert result.message == (
@@ -140,7 +140,6 @@ def test_a_worker_that_cannot_start_says_why(folder: SweepFolder) -> None:
 
 def test_a_native_library_out_of_memory_is_a_host_oom(folder: SweepFolder) -> None:
     native = worker(
-        folder,
         """
         import os, sys
         print("terminate called after throwing an instance of 'std::bad_alloc'", flush=True)
@@ -161,10 +160,10 @@ result |= {"end": "ok", "phase": "done", "message": MESSAGE}
 
 def test_a_crash_after_the_result_does_not_undo_it(folder: SweepFolder) -> None:
     code = ANSWER_THEN.replace("MESSAGE", "None") + (
-        "open(order['folder'] + '/results/case.json', 'w').write(json.dumps(result))\n"
-        "import os; os.kill(os.getpid(), 11)"
+        "import os; os.write(int(os.environ['TRUEMFU_SWEEP_ANSWER']), json.dumps(result).encode())\n"
+        "os.kill(os.getpid(), 11)"
     )
-    result = result_of(worker(folder, code), folder)
+    result = result_of(worker(code), folder)
     assert (result.end, result.signal) == (Status.OK, "SIGSEGV")
     assert result.notes == ["ended by SIGSEGV after its result was written"]
 
@@ -172,9 +171,9 @@ def test_a_crash_after_the_result_does_not_undo_it(folder: SweepFolder) -> None:
 def test_a_result_of_another_sweep_does_not_count(folder: SweepFolder) -> None:
     code = ANSWER_THEN.replace("MESSAGE", "None") + (
         "result['sweep_id'] = 'another'\n"
-        "open(order['folder'] + '/results/case.json', 'w').write(json.dumps(result))"
+        "import os; os.write(int(os.environ['TRUEMFU_SWEEP_ANSWER']), json.dumps(result).encode())"
     )
-    result = result_of(worker(folder, code), folder)
+    result = result_of(worker(code), folder)
     assert (result.end, result.exit_code) == (Status.ERROR, 0)
 
 
@@ -186,7 +185,7 @@ def test_the_log_of_a_failure_is_quoted_without_its_result(folder: SweepFolder) 
     print(*(f"line {n}" for n in range(100)), "", "no newline at the end", sep="\\n", end="")
     raise SystemExit(1)
     """
-    failing = worker(folder, code.replace("LOG", repr(str(folder.log(NAME)))))
+    failing = worker(code.replace("LOG", repr(str(folder.log(NAME)))))
     result = result_of(failing, folder)
     assert len(result.log_tail) == 20
     assert result.log_tail[-2:] == ["line 99", "no newline at the end"]
@@ -199,7 +198,7 @@ def test_the_log_of_a_failure_is_quoted_without_its_result(folder: SweepFolder) 
 def test_a_result_that_cannot_be_written_is_kept_and_says_so(folder: SweepFolder) -> None:
     root = repr(str(folder.root))
     code = f"import os, shutil; shutil.rmtree({root}); open({root}, 'w'); os._exit(3)"
-    result = result_of(worker(folder, code), folder)
+    result = result_of(worker(code), folder)
     assert result.notes == [
         "results/case.json could not be written: Not a directory",
         "logs/case.log could not be written: Not a directory",
@@ -223,8 +222,8 @@ case = SweepCase(trainer="StandardTrainer", model="tiny", batch_size=2, seq_len=
 paths = dict(progress_path=str(folder.progress("case")), log_path=str(folder.log("case")))
 order = WorkerOrder(case=case, name="case", sweep_id="s", content_hash="h", folder=sys.argv[2], **paths)
 eat = "import sys; sys.stdin.readline(); eaten = [bytearray(b'x') * (16 << 20) for _ in range(64)]"
-worker = WorkerProcess([sys.executable, "-c", eat], environment=os.environ, log=folder.slot_log("cpu"))
-print(encode(run_case(worker, order, folder, time_limit_s=600.0, stop=Stop())).decode())
+worker = WorkerProcess([sys.executable, "-c", eat], environment=os.environ)
+print(encode(run_case(lambda: worker, order, folder, time_limit_s=600.0, stop=Stop())).decode())
 """
 
 
@@ -264,8 +263,18 @@ def test_a_kill_by_the_kernel_for_want_of_memory_is_told_from_a_plain_one(
     assert "killed by the kernel because memory ran out" in result.message
 
 
-def test_a_broken_result_file_is_not_believed(folder: SweepFolder) -> None:
-    code = "import sys; sys.stdin.readline(); open('RESULT', 'w').write('{'); sys.exit(1)"
-    broken = worker(folder, code.replace("RESULT", str(folder.result(NAME))))
-    result = result_of(broken, folder)
-    assert (result.end, result.exit_code) == (Status.ERROR, 1)
+def test_half_an_answer_is_not_believed(folder: SweepFolder) -> None:
+    code = "import os, sys; sys.stdin.readline(); os.write(int(os.environ['TRUEMFU_SWEEP_ANSWER']), b'{')"
+    result = result_of(worker(code), folder)
+    assert (result.end, result.exit_code) == (Status.ERROR, 0)
+
+
+def test_a_worker_that_cannot_be_started_is_a_result(folder: SweepFolder) -> None:
+    def start() -> WorkerProcess:
+        return WorkerProcess([str(folder.root / "nothing")], environment=os.environ)
+
+    result = run_case(start, order(folder), folder, time_limit_s=600.0, stop=Stop())
+    assert result is not None
+    assert (result.end, result.phase) == (Status.ERROR, Phase.START)
+    assert (result.message or "").startswith("its process could not be started: FileNotFoundError")
+    assert read_record(folder.result(NAME), CaseResult) == result

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TextIO
 
 from ..hardware.nsight.run import PROFILED
-from ..text import printable
+from ..text import counted, printable
 
 LINE_EVERY_S = 15.0
 """Seconds between two lines if stderr is not a terminal."""
@@ -31,18 +31,17 @@ class AuditProgress:
         self._is_live = self._stream.isatty()
         self._every_s = _REDRAW_EVERY_S if self._is_live else LINE_EVERY_S
         self._began_s = self._shown_s = time.monotonic()
-        self._read_bytes, self._rest = 0, b""
         self._has_line = False
-        self.kernels = 0
 
     def update(self) -> None:
-        """Read ncu's new lines, and show the progress if it is due."""
-        self._read()
+        """Show the progress if it is due."""
         now_s = time.monotonic()
         if now_s - self._shown_s < self._every_s:
             return
         self._shown_s = now_s
-        text = f"audit: {self._words()}, {now_s - self._began_s:.0f} s"
+        kernels = self._kernels()
+        profiled = f"{counted(kernels, 'kernel')} profiled" if kernels else "no kernel profiled yet"
+        text = f"audit: {profiled}, {now_s - self._began_s:.0f} s"
         self._write(f"{_CLEAR_LINE}{text}" if self._is_live else f"{text}\n")
         self._has_line = self._is_live
 
@@ -57,22 +56,11 @@ class AuditProgress:
             self._write(_CLEAR_LINE)
             self._has_line = False
 
-    def _words(self) -> str:
-        if not self.kernels:
-            return "no kernel profiled yet"
-        return f"{self.kernels:,} kernel{'s' * (self.kernels > 1)} profiled"
-
-    def _read(self) -> None:
+    def _kernels(self) -> int:
         try:
-            with self._log_file.open("rb") as file:
-                file.seek(self._read_bytes)
-                data = file.read()
+            return self._log_file.read_bytes().count(_PROFILED)
         except OSError:  # ncu creates it when it starts
-            return
-        self._read_bytes += len(data)
-        text = self._rest + data
-        self.kernels += text.count(_PROFILED)
-        self._rest = text[-len(_PROFILED) + 1 :]
+            return 0
 
     def _write(self, text: str) -> None:
         self._stream.write(text)

@@ -77,19 +77,27 @@ def separated(values: Sequence[str]) -> tuple[str, ...]:
     return tuple(entry.strip() for value in values for entry in value.split(",") if entry.strip())
 
 
-def texts(context: click.Context, option: click.Parameter, values: Sequence[str]) -> tuple[str, ...] | None:
-    """Callback of an option with a list; None if it was not given, empty if it has no value."""
-    return separated(values) if values else None
+def texts_option(*names: str, help: str) -> Callable[..., Any]:
+    """An option with a list of names: None if it was not given, empty if it has no value."""
+
+    def convert(
+        context: click.Context, option: click.Parameter, values: Sequence[str]
+    ) -> tuple[str, ...] | None:
+        return separated(values) if values else None
+
+    return click.option(*names, multiple=True, callback=convert, help=help)
 
 
-def whole_numbers(
-    context: click.Context, option: click.Parameter, values: Sequence[str]
-) -> tuple[int, ...] | None:
-    """The same for a list of whole numbers."""
-    numbers = []
-    for text in separated(values):
+def numbers_option(*names: str, help: str) -> Callable[..., Any]:
+    """The same with a list of whole numbers."""
+
+    def convert(
+        context: click.Context, option: click.Parameter, values: Sequence[str]
+    ) -> tuple[int, ...] | None:
         try:
-            numbers.append(int(text))
+            return tuple(map(int, separated(values))) if values else None
         except ValueError:
-            raise UsageError(f"{option.opts[0]} takes comma-separated whole numbers; got {text!r}") from None
-    return tuple(numbers) if values else None
+            given = ",".join(values)
+            raise UsageError(f"{names[0]} takes comma-separated whole numbers; got {given!r}") from None
+
+    return click.option(*names, multiple=True, callback=convert, help=help)

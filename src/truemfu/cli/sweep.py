@@ -20,7 +20,7 @@ from ..plain_files import what_is_there
 from ..records import Status, SweepRecord, read_record
 from ..text import counted
 from .console import FilePath, debug_option, ignoring_closed_pipe, json_option, say
-from .options import SIZE_NAMES, older_names, texts, whole_numbers
+from .options import SIZE_NAMES, numbers_option, older_names, texts_option
 
 if TYPE_CHECKING:
     from ..report.sweep.figures import SweepSummary
@@ -70,49 +70,20 @@ _OF_CLUSTER = "job_"
     type=FilePath(),
     help="Folder of logs/, runs/ and results/.  [default: out/sweep; out/sweep-test in test mode]",
 )
-@click.option(
-    "--trainer",
-    "trainers",
-    multiple=True,
-    callback=texts,
-    help="Trainers, comma-separated; or package.module:Class.",
-)
-@click.option(
-    "--batch", "batch_sizes", multiple=True, callback=whole_numbers, help="Samples in the batch: 4,8"
-)
-@click.option(
-    "--seq", "seq_lengths", multiple=True, callback=whole_numbers, help="Tokens per sample: 512,1024"
-)
-@click.option(
+@texts_option("--trainer", "trainers", help="Trainers, comma-separated; or package.module:Class.")
+@numbers_option("--batch", "batch_sizes", help="Samples in the batch: 4,8")
+@numbers_option("--seq", "seq_lengths", help="Tokens per sample: 512,1024")
+@texts_option(
     "--model",
     "models",
-    multiple=True,
-    callback=texts,
     help="tiny, small, medium, 1b, a Hugging Face config.json or its folder, or package.module:factory.",
 )
-@click.option(
-    "--dtype",
-    "dtypes",
-    multiple=True,
-    callback=texts,
-    help="fp32 or bf16.  [default: bf16 on a GPU, else fp32]",
-)
+@texts_option("--dtype", "dtypes", help="fp32 or bf16.  [default: bf16 on a GPU, else fp32]")
 @click.option("--optimizer", help="sgd or adamw.  [default: sgd]")
 @click.option("--compile", is_flag=True, default=None, help="Use torch.compile, if the trainer supports it.")
 @click.option("--device", help="cuda or cpu.  [default: a GPU if there is one]")
-@click.option(
-    "--gpu-ids",
-    "gpus",
-    multiple=True,
-    callback=whole_numbers,
-    help="Numbers of the GPUs to use, one experiment each at a time: 0,1",
-)
-@click.option(
-    "--gpus-per-experiment",
-    multiple=True,
-    callback=whole_numbers,
-    help="GPUs of one experiment, on a CPU processes: 1,2,4",
-)
+@numbers_option("--gpu-ids", "gpus", help="Numbers of the GPUs to use, one experiment each at a time: 0,1")
+@numbers_option("--gpus-per-experiment", help="GPUs of one experiment, on a CPU processes: 1,2,4")
 @click.option(
     "--parallel", help="ddp or fsdp2: how several GPUs share the training. The batch is that of each GPU."
 )
@@ -301,9 +272,7 @@ def _run(
             say(json_text(summary), nl=False)
         else:
             show_summary(summary)
-            # The work of an interrupted experiment is not known separately.
-            harness = f", {outcome.harness_s:.1f} s of it outside the experiments"
-            say(f"\ntime:   {outcome.wall_s:.1f} s{'' if outcome.interrupted else harness}")
+            say(f"\ntime:   {outcome.wall_s:.1f} s")
             say(f"logs:   {files.logs}")
             say(f"traces: tensorboard --logdir {shlex.quote(str(files.runs))} (or Perfetto)")
             if page is not None:

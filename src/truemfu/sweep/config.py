@@ -138,16 +138,6 @@ def parse(values: Mapping[str, Any]) -> SweepConfig:
         if "model_sizes" in values:
             raise UsageError("model_size and model_sizes are two spellings of one key: give one of them")
         values["model_sizes"] = [values.pop("model_size")]
-    for key in values:
-        if key not in FIELDS:
-            raise UsageError(
-                f"unknown key {brief(key)}{closest(key, FIELDS)}; known keys: {', '.join(FIELDS)}"
-            )
-    cluster = values.get("cluster")
-    for key in cluster if isinstance(cluster, Mapping) else ():
-        if key not in ClusterSettings.__struct_fields__:
-            known = ClusterSettings.__struct_fields__
-            raise UsageError(f"unknown key {brief(f'cluster.{key}')}{closest(str(key), known)}")
     if isinstance(values.get("gpus_per_experiment"), int):
         values["gpus_per_experiment"] = [values["gpus_per_experiment"]]
     for axis in _AXES:
@@ -165,8 +155,12 @@ def parse(values: Mapping[str, Any]) -> SweepConfig:
 def _invalid_value(values: Mapping[str, Any], error: msgspec.ValidationError) -> UsageError:
     """msgspec's "Expected `int` >= 1 - at `$.batch_sizes[0]`", with the value that was given."""
     expected, _, key_path = str(error).partition(" - at ")
+    if unknown := re.search(r"unknown field `(.*)`$", expected, re.DOTALL):
+        keys, parent = (ClusterSettings.__struct_fields__, "cluster.") if key_path else (FIELDS, "")
+        hint = closest(unknown[1], keys)
+        return UsageError(f"unknown key {brief(parent + unknown[1])}{hint}; known keys: {', '.join(keys)}")
     found = re.fullmatch(r"`\$\.(?:(cluster)\.)?(\w+)(?:\[(\d+|\.\.\.)\])?`", key_path)
-    if found is None or "unknown field" in expected:
+    if found is None:
         return UsageError(shortened(str(error)))
     key, index = found[2], found[3]
     got = values[key] if found[1] is None else values["cluster"][key]

@@ -17,7 +17,6 @@ from typing import Any, Literal
 import msgspec
 
 from .. import plain_files
-from ..errors import RecordError
 from ..records import CaseResult, Environment, Memory, Phase, Status, SweepCase
 
 Purpose = Literal["measure", "probe"]
@@ -61,11 +60,8 @@ def encode_order(order: WorkerOrder) -> bytes:
 
 
 def decode_order(line: bytes) -> WorkerOrder:
-    """The order in a line, or a RecordError."""
-    try:
-        return msgspec.json.decode(line, type=WorkerOrder)
-    except msgspec.MsgspecError as error:
-        raise RecordError(f"standard input is not a valid WorkerOrder: {error}") from error
+    """The order in a line."""
+    return msgspec.json.decode(line, type=WorkerOrder)
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):

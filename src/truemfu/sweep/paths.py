@@ -7,7 +7,7 @@
     running/lock                held by the supervisor of the running sweep
     running/<name>.json         an experiment in progress: its process and token
     running/<name>.progress     the phases it has reached
-    running/slot-<n>.log        what a worker printed before it was given an experiment
+    running/probe-<slot>.log    what a probe of memory prints, until it has ended
     running/jobs-<id>/          experiments given to a cluster (launchers/jobs.py), until all have ended
     report.html                 the HTML report of all experiments
 
@@ -36,7 +36,6 @@ _JOBS_PREFIX = "jobs-"
 class RunningCase(msgspec.Struct, frozen=True, kw_only=True):
     """A running experiment, for the next supervisor if this one dies."""
 
-    pid: int
     token: str
     began_at_s: float
     content_hash: str
@@ -100,8 +99,8 @@ class SweepFolder:
     def progress(self, name: str) -> Path:
         return self.running / f"{name}.progress"
 
-    def slot_log(self, slot: str) -> Path:
-        return self.running / f"slot-{slot}.log"
+    def probe_log(self, slot: str) -> Path:
+        return self.running / f"probe-{slot}.log"
 
     def jobs(self, batch: str) -> Path:
         return self.running / f"{_JOBS_PREFIX}{batch}"

@@ -23,8 +23,6 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from .. import plain_files
-
 _START = """
 import sys
 if sys.path[:1] == [""]:
@@ -57,20 +55,20 @@ _PROC = Path("/proc")
 class WorkerProcess:
     """One worker process and all its descendants."""
 
-    def __init__(self, command: Sequence[str], *, environment: Mapping[str, str], log: Path) -> None:
+    def __init__(self, command: Sequence[str], *, environment: Mapping[str, str]) -> None:
         self.token = uuid.uuid4().hex
         self.answer = b""
         """The worker's result, known once it has ended; a full disk or a removed folder does not lose it."""
+        self.first_output = b""
+        """What it printed until it had its order and wrote to a log of its own; known once it has ended."""
         self.peak_bytes: int | None = None
         """The peak of its host memory, updated by each `wait`."""
-        plain_files.remove(log)
-        self._answer_file = _unnamed_file()
-        output = plain_files.open_plain(log, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
+        self._answer_file, self._output_file = _unnamed_file(), _unnamed_file()
         try:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
-                stdout=output,
+                stdout=self._output_file,
                 stderr=subprocess.STDOUT,
                 env={
                     **environment,
@@ -83,11 +81,9 @@ class WorkerProcess:
             )
         except BaseException:
             os.close(self._answer_file)
+            os.close(self._output_file)
             raise
-        finally:
-            os.close(output)
         self.pid = self._process.pid
-        self.log = log
 
     @property
     def exit_code(self) -> int | None:
@@ -124,13 +120,6 @@ class WorkerProcess:
             return False
         return True
 
-    def pause(self) -> None:
-        """Stop it from running until `resume`."""
-        self._signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        self._signal(signal.SIGCONT)
-
     def end(self, grace_s: float = 0.0, *, hurry: Callable[[], bool] = lambda: False) -> list[int]:
         """End it and all its descendants; the ids of processes that could not be killed, normally none.
 
@@ -140,7 +129,6 @@ class WorkerProcess:
         """
         if grace_s > 0 and not self.wait(0):
             self._signal(signal.SIGTERM)
-            self._signal(signal.SIGCONT)
             until = time.monotonic() + grace_s
             while not self.wait(min(_HURRY_POLL_INTERVAL_S, until - time.monotonic())):
                 if time.monotonic() >= until or hurry():
@@ -151,9 +139,7 @@ class WorkerProcess:
             with contextlib.suppress(BrokenPipeError):  # it had not read what was sent
                 self._process.stdin.close()
         left = kill_leftovers(self.token)
-        with open(self._answer_file, "rb") as file:
-            file.seek(0)
-            self.answer = file.read()
+        self.answer, self.first_output = _content(self._answer_file), _content(self._output_file)
         return left
 
     def _signal(self, number: signal.Signals) -> None:
@@ -168,6 +154,13 @@ def _unnamed_file() -> int:
         return os.memfd_create("truemfu-answer")
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
+
+
+def _content(file: int) -> bytes:
+    """All of an unnamed file, which is then closed."""
+    with open(file, "rb") as opened:
+        opened.seek(0)
+        return opened.read()
 
 
 def peak_memory_bytes(pid: int) -> int | None:

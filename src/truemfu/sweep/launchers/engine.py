@@ -36,9 +36,6 @@ class Engine(Protocol):
     def runs_batches_in_turn(self) -> bool:
         """Whether two batches at once would use the same devices."""
 
-    def batch_size(self) -> int:
-        """How many experiments one batch may have."""
-
     def submit(self, batch: Batch, jobs: JobsFolder, numbers: Sequence[int], after: Batch | None) -> str:
         """Place these experiments of a batch and return the engine's name for them; a UsageError if refused.
 

@@ -4,10 +4,10 @@
       batch.json     which experiments, where they were submitted, and the engine's name for them
       <n>.order      what node n is to run: exists as long as it is wanted
       <n>.claim      created once, by the node that runs it or by the supervisor that withdraws it
-      <n>.end        its result, or that it was interrupted
       <n>.engine     what became of its job, where the engine reports that in a file (Ray)
       <n>.out        what its node printed before and beside the experiment
-      <n>.start      what its worker printed before it had its order
+
+The result of an experiment is where it always is, results/<name>.json: its node writes it there.
 
 A claim is created with O_EXCL, which file servers decide: of all that try, one succeeds. So an experiment
 never runs twice, however often an engine starts its job. Whoever claims looks for the order afterwards; the
@@ -28,31 +28,22 @@ import msgspec
 
 from ... import plain_files
 from ...errors import RecordError, one_line
-from ...records import CaseResult
 from ..order import WorkerOrder
 from .settings import ClusterSettings, Request
 
 _BATCH_FILE = "batch.json"
-_SUFFIXES = (".order", ".claim", ".end", ".engine", ".out", ".start")
+_SUFFIXES = (".order", ".claim", ".engine", ".out")
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """Who runs an experiment."""
 
     host: str = ""
-    pid: int = 0
     engine_job: str | None = None
     """The engine's own name of the job."""
     at_s: float = 0.0
     withdrawn: bool = False
     """The supervisor has withdrawn it: no node may run it."""
-
-
-class NodeEnd(msgspec.Struct, frozen=True, kw_only=True):
-    """How an experiment ended, written by its node."""
-
-    result: CaseResult | None
-    """None: it was interrupted from outside before it had one."""
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,7 +69,7 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
 
     over: bool
     waits: bool = False
-    """It waits for its start, or to be started again."""
+    """It waits for its start, or, if it was claimed, to be started again: its only run is over."""
     reason: str
     """In the engine's own words."""
     cause: str | None = None
@@ -88,10 +79,9 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
 _SUFFIX_OF: dict[type, str] = {
     WorkerOrder: ".order",
     Claim: ".claim",
-    NodeEnd: ".end",
     JobState: ".engine",
 }
-_Kind = TypeVar("_Kind", WorkerOrder, Claim, NodeEnd, JobState)
+_Kind = TypeVar("_Kind", WorkerOrder, Claim, JobState)
 
 
 class JobsFolder:
@@ -102,9 +92,6 @@ class JobsFolder:
 
     def output(self, number: int | str) -> Path:
         return self.root / f"{number}.out"
-
-    def worker_log(self, number: int) -> Path:
-        return self.root / f"{number}.start"
 
     def is_described(self) -> bool:
         """Whether the batch may have been submitted: it is described before that."""
@@ -121,8 +108,8 @@ class JobsFolder:
     def write_batch(self, batch: Batch) -> None:
         plain_files.replace(self.root / _BATCH_FILE, msgspec.json.encode(batch), durable=True)
 
-    def write(self, number: int, value: WorkerOrder | NodeEnd | JobState) -> None:
-        """Write the order of an experiment, its end, or what became of its job."""
+    def write(self, number: int, value: WorkerOrder | JobState) -> None:
+        """Write the order of an experiment, or what became of its job."""
         file = self._file(number, _SUFFIX_OF[type(value)])
         plain_files.replace(file, msgspec.json.encode(value), durable=True)
 
@@ -142,7 +129,6 @@ class JobsFolder:
             return False
         claim = Claim(
             host=socket.gethostname(),
-            pid=os.getpid(),
             engine_job=engine_job,
             at_s=time.time(),
             withdrawn=withdraw,

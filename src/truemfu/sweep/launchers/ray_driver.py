@@ -26,7 +26,7 @@ from ... import plain_files
 from ...errors import one_line
 from ..order import WorkerOrder
 from .engine import ENGINE_JOB_VARIABLE, NODE_AGENT, submit_environment
-from .jobs import JobsFolder, JobState, NodeEnd
+from .jobs import JobsFolder, JobState
 from .ray_engine import driver_pid, lock_path
 from .settings import Request
 
@@ -142,7 +142,7 @@ def _task(ray: Any, request: Request) -> Any:
 
 
 def _note(ray: Any, jobs: JobsFolder, number: int, reference: Any) -> None:
-    """Write down what Ray says of a task; an experiment with a result needs no second opinion."""
+    """Write down what Ray says of a task, unless its experiment has been collected."""
     cause = None
     try:
         code = ray.get(reference)
@@ -151,8 +151,7 @@ def _note(ray: Any, jobs: JobsFolder, number: int, reference: Any) -> None:
         reason = one_line(error)
         if isinstance(error, ray.exceptions.OutOfMemoryError):
             cause = "memory"
-    end = jobs.read(number, NodeEnd)
-    if jobs.read(number, WorkerOrder) is not None and (end is None or end.result is None):
+    if jobs.read(number, WorkerOrder) is not None:
         jobs.write(number, JobState(over=True, reason=reason, cause=cause))
 
 

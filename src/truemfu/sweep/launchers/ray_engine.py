@@ -32,7 +32,6 @@ from .jobs import Batch, JobsFolder, JobState
 from .settings import ClusterSettings, Request
 
 _DRIVER = start_command("truemfu.sweep.launchers.ray_driver")
-_MOST = 10_000
 _CHECK_TIMEOUT_S = 120.0
 _CONNECT_TIMEOUT_S = 5.0
 _START_TIMEOUT_S = 30.0
@@ -73,9 +72,6 @@ class Ray:
         if done.returncode != 0:
             said = [line for line in done.stdout.splitlines() if line.strip()][-1:] or ["it gives no reason"]
             raise UsageError(shortened(on_one_line(said[0])))
-
-    def batch_size(self) -> int:
-        return _MOST
 
     def submit(self, batch: Batch, jobs: JobsFolder, numbers: Sequence[int], after: Batch | None) -> str:
         before = (

@@ -17,34 +17,11 @@ TIME_MARGIN_S = 120.0
 """What the engine's time limit allows beyond `timeout_s`, so that ours ends an experiment first: the start
 of Python on the node, and the orderly end of the worker."""
 
-_OWN_OPTIONS = {
-    "--array": "max_jobs",
-    "-a": "max_jobs",
-    "--time": "timeout_s",
-    "-t": "timeout_s",
-    "--partition": "partition",
-    "-p": "partition",
-    "--account": "account",
-    "-A": "account",
-    "--mem": "memory_gib",
-    "--cpus-per-task": "cpus",
-    "-c": "cpus",
-    "--job-name": None,
-    "-J": None,
-    "--output": None,
-    "-o": None,
-    "--error": None,
-    "-e": None,
-    "--chdir": None,
-    "-D": None,
-    "--requeue": None,
-    "--wrap": None,
-    "--ntasks": None,
-    "-n": None,
-    "--parsable": None,
-    "--test-only": None,
-}
-"""Options of sbatch that the sweep sets itself, and the setting that decides them."""
+_OWN_OPTIONS = frozenset(
+    "--array -a --time -t --partition -p --account -A --mem --cpus-per-task -c --job-name -J --output -o "
+    "--error -e --chdir -D --requeue --wrap --ntasks -n --parsable --test-only".split()
+)
+"""Options of sbatch that the sweep sets itself."""
 
 
 class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -106,6 +83,7 @@ def check_settings(settings: ClusterSettings) -> None:
             raise UsageError(f"sbatch_options must be options such as --constraint=h200; got {brief(option)}")
         name = option.partition("=")[0] if option.startswith("--") else option[:2]
         if name in _OWN_OPTIONS:
-            instead = _OWN_OPTIONS[name]
-            remedy = "leave it out" if instead is None else f"use {instead}"
-            raise UsageError(f"sbatch_options must not contain {name}, which the sweep sets itself: {remedy}")
+            raise UsageError(
+                f"sbatch_options must not contain {name}, which the sweep sets itself: leave it out, or use "
+                "the key that stands for it"
+            )

@@ -24,7 +24,6 @@ from .jobs import Batch, JobsFolder, JobState
 from .settings import ClusterSettings, Request
 
 _COMMAND_TIMEOUT_S = 120.0
-_DEFAULT_ARRAY_SIZE = 1001
 
 _WAITING = "PENDING REQUEUED REQUEUE_FED REQUEUE_HOLD SPECIAL_EXIT RESV_DEL_HOLD".split()
 _STARTED = "RUNNING SUSPENDED COMPLETING CONFIGURING RESIZING STAGE_OUT SIGNALING STOPPED".split()
@@ -52,12 +51,6 @@ class Slurm:
             script="#!/bin/sh\n",
             refused="Slurm refuses such jobs",
         )
-
-    def batch_size(self) -> int:
-        answer = _ask(["scontrol", "show", "config"]) or ""
-        found = re.search(r"MaxArraySize\s*=\s*(\d+)", answer)
-        # Numbers of an array are below MaxArraySize.
-        return max((int(found[1]) if found else _DEFAULT_ARRAY_SIZE) - 1, 1)
 
     def submit(self, batch: Batch, jobs: JobsFolder, numbers: Sequence[int], after: Batch | None) -> str:
         limit = self._settings.max_jobs

@@ -12,9 +12,10 @@ from pathlib import Path
 import msgspec
 
 from ...errors import RecordError, UsageError
+from ...records import CaseResult, read_record
 from ..folder_claim import FolderLock
 from ..launchers.engine import Engine
-from ..launchers.jobs import Batch, Claim, JobsFolder, NodeEnd
+from ..launchers.jobs import Batch, Claim, JobsFolder
 from ..launchers.ray_engine import Ray
 from ..launchers.settings import ClusterSettings
 from ..launchers.slurm import Slurm
@@ -39,15 +40,12 @@ class SubmittedBatch:
     jobs: JobsFolder
     left: dict[int, WorkerOrder]
     claims: dict[int, Claim] = field(default_factory=dict)
-    interrupted: dict[int, float] = field(default_factory=dict)
-    """When it was seen that their nodes were interrupted."""
     over_since: dict[int, float] = field(default_factory=dict)
     """When the engine first reported the job as over, for claimed experiments without a result."""
 
     def forget(self, number: int) -> None:
         """An experiment has ended."""
         del self.left[number]
-        self.interrupted.pop(number, None)
         self.over_since.pop(number, None)
 
 
@@ -75,6 +73,19 @@ def submitted_batches(folder: SweepFolder, *, tidy: bool = True) -> list[Submitt
             with contextlib.suppress(OSError):  # a folder that cannot be written
                 jobs.remove()
     return sorted(found, key=lambda each: each.batch.created_at_s)
+
+
+def result_of(folder: SweepFolder, order: WorkerOrder, claim: Claim) -> CaseResult | None:
+    """What the node with this claim wrote of its order; both times are of the node's clock."""
+    path = folder.result(order.name)
+    if not claim.at_s or not os.path.lexists(path):
+        return None
+    try:
+        result = read_record(path, CaseResult)
+    except RecordError:
+        return None
+    own = (result.sweep_id, result.content_hash) == (order.sweep_id, order.content_hash)
+    return result if own and (result.began_at_s or 0.0) >= claim.at_s else None
 
 
 def launchers_in_use(folder: SweepFolder) -> set[str]:
@@ -111,11 +122,12 @@ def _cancel(folder: SweepFolder, found: SubmittedBatch) -> int:
     finished = 0
     until = time.monotonic() + _CANCEL_TIMEOUT_S
     while running and time.monotonic() < until:
-        for number in _over(found, engine, running):
-            end = found.jobs.read(number, NodeEnd)
-            finished += end is not None and end.result is not None
+        claims = {number: found.jobs.read_claim(number) for number in running}
+        states = engine.job_states(found.batch, found.jobs, {n: claims[n].engine_job for n in running})
+        for number in [number for number, state in states.items() if state.over]:
+            finished += result_of(folder, found.left[number], claims[number]) is not None
             name = found.batch.names[number]
-            end_on_this_host(folder, name, found.jobs.read_claim(number))
+            end_on_this_host(folder, name, claims[number])
             folder.remove_running(name)
             running.remove(number)
         if running:
@@ -128,14 +140,6 @@ def _cancel(folder: SweepFolder, found: SubmittedBatch) -> int:
     count = len(found.left) - finished
     found.jobs.remove()
     return count
-
-
-def _over(found: SubmittedBatch, engine: Engine, running: list[int]) -> list[int]:
-    """Those of the running experiments that have ended, by their file or by the engine."""
-    present = found.jobs.listing()[".end"]
-    claimed = {number: found.jobs.read_claim(number).engine_job for number in running}
-    states = engine.job_states(found.batch, found.jobs, claimed)
-    return [number for number in running if number in present or (number in states and states[number].over)]
 
 
 def end_on_this_host(folder: SweepFolder, name: str, claim: Claim) -> None:

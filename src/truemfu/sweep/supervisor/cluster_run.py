@@ -2,7 +2,7 @@
 
     pending ─► batch: orders, sbatch or a Ray driver ─┐
     found from an earlier call ───────────────────────┴─► poll with back-off
-        <n>.end has a result ─────────────────────────────► that
+        its node has written its result ──────────────────► that
         the engine reports the job as over, and nobody had claimed it ─► lost, with the engine's reason
         …claimed, and after `stale_view_s` no result ─► lost; host_oom or timeout if that is the reason
 
@@ -21,12 +21,12 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from ... import plain_files
-from ...errors import RecordError, UsageError
-from ...records import OUT_OF_MEMORY, CaseResult, Status, read_record
+from ...errors import UsageError
+from ...records import OUT_OF_MEMORY, CaseResult, Status
 from ...text import counted
 from ..config import SweepConfig
 from ..failures import status_of_job
-from ..launchers.jobs import Batch, Claim, JobsFolder, JobState, NodeEnd
+from ..launchers.jobs import Batch, Claim, JobsFolder, JobState
 from ..launchers.settings import request_of
 from ..order import WorkerOrder, last_phase, read_progress
 from ..paths import SweepFolder
@@ -35,6 +35,7 @@ from .cluster_batches import (
     end_on_this_host,
     engine_of,
     launchers_in_use,
+    result_of,
     submitted_batches,
 )
 from .state import CaseState, SweepState
@@ -43,11 +44,11 @@ from .stored import last_lines, save, without_answer
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.2, 5.0
 _FIRST_QUESTION_S, _LONGEST_QUESTION_S = 5.0, 60.0
 _MISSING_QUESTION_S = 1.0
-"""Where a job is over or was interrupted, and only the engine's reason or the last file is missing."""
+"""Where a job is over, and only its last file is missing."""
 _BACK_OFF = 1.3
-_NO_ANSWER_S = 600.0
-"""How long the reason of an interruption is awaited from an engine that does not know it."""
 _SUBMIT_AGAIN_S = 60.0
+_LARGEST_BATCH = 1_000
+"""Experiments in a batch: the jobs that an array of Slurm may have unless it is configured otherwise."""
 
 
 class ClusterRun:
@@ -93,7 +94,7 @@ class ClusterRun:
         while (self._batches or self._unsubmitted) and not state.stop.requested:
             moved = self._read_files(state)
             now = time.monotonic()
-            is_missing = any(found.interrupted or found.over_since for found in self._batches)
+            is_missing = any(found.over_since for found in self._batches)
             if now - asked >= (_MISSING_QUESTION_S if is_missing else question_s):
                 asked = now
                 moved = self._ask_engine(state) or moved
@@ -107,7 +108,7 @@ class ClusterRun:
 
     def _submit(self, state: SweepState) -> None:
         """Submit as much as the engine takes; a UsageError if it takes nothing and nothing is on it."""
-        size = self._engine.batch_size() if self._unsubmitted else 1
+        size = _LARGEST_BATCH
         while self._unsubmitted and not state.stop.requested:
             orders = [state.order(name) for name in self._unsubmitted[:size]]
             # The jobs of a batch have one request.
@@ -115,7 +116,7 @@ class ClusterRun:
             try:
                 submitted = self._submit_batch(orders)
             except UsageError as error:
-                if len(orders) > 1:  # the engine may limit how many jobs one user has
+                if len(orders) > 1:  # the engine may limit the jobs of an array, or of one user
                     size = len(orders) // 2
                     continue
                 if not self._batches:
@@ -182,29 +183,20 @@ class ClusterRun:
         moved = False
         for found in list(self._batches):
             present = found.jobs.listing()
-            for number in [number for number in found.left if number in present[".end"]]:
-                moved = self._collect(found, number, state) or moved
             for number in [number for number in found.left if number in present[".claim"]]:
                 if number not in found.claims or not found.claims[number].at_s:
                     moved = moved or number not in found.claims
                     found.claims[number] = found.jobs.read_claim(number)
-                self._show(found, number, state)
+                result = result_of(self._folder, found.left[number], found.claims[number])
+                if result is not None:
+                    self._finish(found, number, result, state)
+                    moved = True
+                else:
+                    self._show(found, number, state)
             for number in [number for number in found.left if number not in present[".order"]]:
                 _restore(found, number)
             self._drop_if_over(found)
         return moved
-
-    def _collect(self, found: SubmittedBatch, number: int, state: SweepState) -> bool:
-        ended = found.jobs.read(number, NodeEnd)
-        if ended is None or number in found.interrupted:
-            return False
-        if ended.result is None:
-            found.interrupted[number] = time.monotonic()
-            return True
-        if not os.path.lexists(self._folder.result(ended.result.name)):
-            save(self._folder, ended.result)
-        self._finish(found, number, ended.result, state)
-        return True
 
     def _show(self, found: SubmittedBatch, number: int, state: SweepState) -> None:
         claim, name = found.claims[number], found.batch.names[number]
@@ -224,15 +216,9 @@ class ClusterRun:
             claimed = {number: found.claims.get(number, Claim()).engine_job for number in found.left}
             job_states = self._engine.job_states(found.batch, found.jobs, claimed)
             for number, job_state in job_states.items():
-                if number in found.left and job_state.over and _has_no_result(found, number):
+                has_run = job_state.over or (job_state.waits and number in found.claims)
+                if number in found.left and has_run and _has_no_result(found, number):
                     self._lose(found, number, job_state, state)
-                    moved = True
-            for number, since in list(found.interrupted.items()):
-                known = job_states.get(number)
-                if known is None and time.monotonic() - since > _NO_ANSWER_S:
-                    known = JobState(over=False, waits=True, reason="gives no reason")
-                if known is not None and known.waits:  # requeued: its only run is over
-                    self._lose(found, number, known, state)
                     moved = True
             self._drop_if_over(found)
         return moved
@@ -242,35 +228,23 @@ class ClusterRun:
         name, order = found.batch.names[number], found.left[number]
         claim = found.claims.get(number, Claim())
         end_on_this_host(self._folder, name, claim)
-        result = self._written(order, claim)
-        if result is None:
-            printed = last_lines(found.jobs.output(number))[-1:]
-            tail = last_lines(self._folder.log(name)) if claim.at_s else []
-            status = status_of_job(job_state.cause)
-            where = f"on {claim.host}" if claim.at_s else "before it started"
-            result = without_answer(
-                self._folder,
-                order,
-                status,
-                f"its job ended {where}; {self._engine.name}: {job_state.reason}",
-                log_tail=tail or printed,
-                wall_s=found.batch.time_limit_s if status is Status.TIMEOUT else None,  # at least
-                began_at_s=claim.at_s or None,
-            )
-            result = save(self._folder, result)
-        self._folder.remove_running(name)
-        self._finish(found, number, result, state)
-
-    def _written(self, order: WorkerOrder, claim: Claim) -> CaseResult | None:
-        """The result that its node wrote although its last file is missing; both times are of its clock."""
-        try:
-            result = read_record(self._folder.result(order.name), CaseResult)
-        except RecordError:
-            return None
-        own = (result.sweep_id, result.content_hash) == (order.sweep_id, order.content_hash)
-        return result if own and claim.at_s and (result.began_at_s or 0.0) >= claim.at_s else None
+        printed = last_lines(found.jobs.output(number))[-1:]
+        tail = last_lines(self._folder.log(name)) if claim.at_s else []
+        status = status_of_job(job_state.cause)
+        where = f"on {claim.host}" if claim.at_s else "before it started"
+        result = without_answer(
+            self._folder,
+            order,
+            status,
+            f"its job ended {where}; {self._engine.name}: {job_state.reason}",
+            log_tail=tail or printed,
+            wall_s=found.batch.time_limit_s if status is Status.TIMEOUT else None,  # at least
+            began_at_s=claim.at_s or None,
+        )
+        self._finish(found, number, save(self._folder, result), state)
 
     def _finish(self, found: SubmittedBatch, number: int, result: CaseResult, state: SweepState) -> None:
+        self._folder.remove_running(result.name)
         found.jobs.forget(number)
         found.forget(number)
         state.repair_folder()
@@ -299,8 +273,6 @@ class ClusterRun:
 
 def _has_no_result(found: SubmittedBatch, number: int) -> bool:
     """Whether there will be no result of an experiment whose job is over: it is withdrawn if not claimed."""
-    if number in found.interrupted:
-        return True
     if number not in found.claims:
         with contextlib.suppress(OSError):  # the folder was removed: it is restored first
             return found.jobs.try_claim(number, withdraw=True)

@@ -16,7 +16,7 @@ from ...records import CaseResult, Phase, SweepCase
 from ..launchers.local import Slot
 from ..order import WorkerOrder
 from .state import CaseState, SweepState
-from .supervise import OnProgress, not_started, run_case
+from .supervise import OnProgress, run_case
 
 
 class Interrupted(Exception):
@@ -58,7 +58,6 @@ class LocalRun:
         slot.close()
         if result is None:
             raise Interrupted
-        state.add_own_work(result)
         return result
 
     def _serve(self, slot: Slot) -> None:
@@ -96,7 +95,6 @@ class LocalRun:
             if may_start and (following := self._next()) is not None:
                 upcoming.append(following)
                 slot.make_ready(state.cases[following])
-            slot.let_measure(phase)
 
         result = self._supervised(slot, state.order(name), on_progress)
         if result is not None:
@@ -110,12 +108,8 @@ class LocalRun:
     ) -> CaseResult | None:
         """Run an order in this slot; None if it was interrupted without a result."""
         state = self._state
-        try:
-            worker = slot.worker_for(order.case)
-        except OSError as error:
-            return not_started(order, error, state.folder)
         result = run_case(
-            worker,
+            lambda: slot.worker_for(order.case),
             order,
             state.folder,
             time_limit_s=state.config.timeout_s,

@@ -2,7 +2,7 @@
 
     python -c … <jobs folder> <number>
 
-    claim it ─► still wanted? ─► the same supervision as on one machine (`supervise.run_case`) ─► <n>.end
+    claim it ─► still wanted? ─► the same supervision as on one machine (`supervise.run_case`) ─► its result
        │ taken, or withdrawn: nothing to do
 
 It does not import torch. SIGTERM, or the end of the process that started it, ends the experiment: the
@@ -11,7 +11,6 @@ supervisor then asks the engine for the reason.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import sys
@@ -21,16 +20,16 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from ... import plain_files
-from ...errors import RecordError, one_line
-from ...records import CaseResult, Phase
+from ...errors import RecordError
+from ...records import Phase
 from ..launchers.engine import ENGINE_JOB_VARIABLE
-from ..launchers.jobs import Batch, JobsFolder, NodeEnd
+from ..launchers.jobs import Batch, JobsFolder
 from ..launchers.local import imports_of
 from ..order import WorkerOrder
 from ..paths import SweepFolder
 from ..process import WorkerProcess
-from .supervise import Stop, not_started, run_case
+from .stored import is_stored, save
+from .supervise import Stop, run_case
 
 _CHECK_INTERVAL_S = 10.0
 _CHECKS = 3
@@ -64,12 +63,13 @@ def main(arguments: Sequence[str]) -> int:
         jobs.drop_claim(number)
         print("not run: its sweep no longer waits for it")
         return 0
-    result = None if stop.requested else _run(batch, order, jobs, number, stop)
-    return _write(jobs, number, NodeEnd(result=result))
+    if not stop.requested:
+        _run(batch, order, jobs, number, stop)
+    return 0
 
 
-def _run(batch: Batch, order: WorkerOrder, jobs: JobsFolder, number: int, stop: Stop) -> CaseResult | None:
-    """Its result; None if it was interrupted."""
+def _run(batch: Batch, order: WorkerOrder, jobs: JobsFolder, number: int, stop: Stop) -> None:
+    """Run it; its result is written, unless it was interrupted."""
     folder = SweepFolder(Path(order.folder))
     parent = os.getppid()
     missing, checked_at_s = 0, 0.0
@@ -87,28 +87,18 @@ def _run(batch: Batch, order: WorkerOrder, jobs: JobsFolder, number: int, stop: 
     command = [*batch.command, *imports_of(order.case)]
     # What the engine set, with no GPU for an experiment that requested none.
     environment = dict(os.environ) if batch.request.gpus else {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    try:
-        worker = WorkerProcess(command, environment=environment, log=jobs.worker_log(number))
-    except OSError as error:
-        return not_started(order, error, folder)
-    return run_case(
-        worker, order, folder, time_limit_s=batch.time_limit_s, stop=stop, on_progress=end_with_parent
+    result = run_case(
+        lambda: WorkerProcess(command, environment=environment),
+        order,
+        folder,
+        time_limit_s=batch.time_limit_s,
+        stop=stop,
+        on_progress=end_with_parent,
     )
-
-
-def _write(jobs: JobsFolder, number: int, ended: NodeEnd) -> int:
     until = time.monotonic() + _WRITE_FOR_S
-    while True:
-        try:
-            plain_files.make_folder(jobs.root)  # an experiment may have removed it
-            jobs.write(number, ended)
-            return 0
-        except OSError as error:
-            if time.monotonic() > until:
-                print(f"its result cannot be written: {one_line(error)}")
-                return 1
-        with contextlib.suppress(InterruptedError):
-            time.sleep(1.0)
+    while result is not None and not is_stored(folder, result) and time.monotonic() < until:
+        time.sleep(1.0)
+        save(folder, result)
 
 
 def start() -> NoReturn:

@@ -15,7 +15,7 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,13 +50,6 @@ class SweepOutcome:
     on_cluster: int = 0
     """Experiments that are left on a cluster."""
     wall_s: float
-    harness_s: float
-    """The part of `wall_s` in which no experiment did its own work.
-
-    Own work lasts from the order to phase done, or to the end of a process that did not reach it: imports
-    that were not hidden, gradient check, build, steps, count, trace; the same for probes. The rest is the
-    start of the supervisor, ending processes, completing results, and gaps between experiments.
-    """
 
 
 def run_sweep(
@@ -86,7 +79,7 @@ def run_sweep(
     cluster = None
     if config.launcher == "local":
         slots_by_gpus = {
-            gpus: slots(config, device, own_folder, command, gpus_per_experiment=gpus)
+            gpus: slots(config, device, command, gpus_per_experiment=gpus)
             for gpus in sorted(config.gpus_per_experiment)
         }
     else:
@@ -98,14 +91,12 @@ def run_sweep(
         state = SweepState(config, cases, sweep_folder, record, lock, listener, clock)
         with _stopped_by_signals(state.stop):
             _run(state, rerun, slots_by_gpus, cluster)
-        wall_s = clock() - began
         return SweepOutcome(
             results=[state.results[name] for name in cases if name in state.results],
             interrupted=state.stop.requested,
             by_ctrl_c=state.stop.by_ctrl_c,
             on_cluster=len(cluster.names) if cluster is not None else 0,
-            wall_s=wall_s,
-            harness_s=max(wall_s - covered_s(state.own_work), 0.0),
+            wall_s=clock() - began,
         )
     finally:
         lock.release()
@@ -163,13 +154,3 @@ def _stopped_by_signals(stop: Stop) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def covered_s(stretches: Iterable[tuple[float, float]]) -> float:
-    """The length of time that at least one of the stretches (begin, end) covers."""
-    total = 0.0
-    reached = float("-inf")
-    for begin, end in sorted(stretches):
-        total += max(end - max(begin, reached), 0.0)
-        reached = max(reached, end)
-    return total

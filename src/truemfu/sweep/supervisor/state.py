@@ -71,8 +71,6 @@ class SweepState:
         self.clock = clock
         self.stop = Stop()
         self.results: dict[str, CaseResult] = {}
-        self.own_work: list[tuple[float, float]] = []
-        """When experiments and probes did their own work: from, until."""
         self._folder_lock = folder_lock
         self._listener = listener
         self._lock = threading.RLock()
@@ -94,7 +92,7 @@ class SweepState:
     def probe_order(self, case: SweepCase, slot: str) -> WorkerOrder:
         """The order to find out whether a case fits in memory."""
         name = f"probe-{slot}"
-        log = str(self.folder.slot_log(name))
+        log = str(self.folder.probe_log(slot))
         return msgspec.structs.replace(self._order(name, case, ""), purpose="probe", log_path=log)
 
     def _order(self, name: str, case: SweepCase, case_hash: str) -> WorkerOrder:
@@ -126,15 +124,7 @@ class SweepState:
             return
         with self._lock:
             self.results[result.name] = result
-            self.add_own_work(result)
             self._listener.ended(result)
-
-    def add_own_work(self, result: CaseResult) -> None:
-        """Note when an experiment or a probe did its own work: until phase done, or its process's end."""
-        if result.began_at_s is not None and result.wall_s is not None:
-            done = [entry.began_at_s for entry in result.phases if entry.phase is Phase.DONE]
-            until_s = done[0] if done else result.began_at_s + result.wall_s
-            self.own_work.append((result.began_at_s, until_s))
 
     def prune(self, name: str) -> bool:
         """Whether an experiment need not run any more; its result is then written."""

@@ -40,7 +40,7 @@ class Stored:
 def save(folder: SweepFolder, result: CaseResult) -> CaseResult:
     """Write a result to its file and the end of its log; replaced files and errors are in its notes."""
     file, log = folder.result(result.name), folder.log(result.name)
-    found = clear_paths(folder, file, log)
+    found = _clear_paths(folder, file, log)
     if found:
         result = msgspec.structs.replace(result, notes=[*result.notes, *found])
     problems = []
@@ -49,13 +49,18 @@ def save(folder: SweepFolder, result: CaseResult) -> CaseResult:
     except OSError as error:
         problems.append(f"{file.relative_to(folder.root)} could not be written: {error.strerror}")
     try:
-        seal_log(log, result)
+        _seal_log(log, result)
     except OSError as error:
         problems.append(f"{log.relative_to(folder.root)} could not be written: {error.strerror}")
     return msgspec.structs.replace(result, notes=result.notes + problems) if problems else result
 
 
-def clear_paths(folder: SweepFolder, *files: Path) -> list[str]:
+def is_stored(folder: SweepFolder, result: CaseResult) -> bool:
+    """Whether this very result is in its file."""
+    return _in_file(folder.result(result.name)).result == result
+
+
+def _clear_paths(folder: SweepFolder, *files: Path) -> list[str]:
     """Create missing folders, and remove anything that is not a file at these paths; a note for each."""
     found = []
     try:
@@ -70,7 +75,7 @@ def clear_paths(folder: SweepFolder, *files: Path) -> list[str]:
     return found
 
 
-def seal_log(log: Path, result: CaseResult) -> None:
+def _seal_log(log: Path, result: CaseResult) -> None:
     """Write the result as the last line of the log, replacing an earlier result."""
     file = plain_files.open_plain(log, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
     try:
@@ -122,11 +127,10 @@ def stored_result(name: str, file: Path, log: Path) -> Stored:
 def read_log(log: Path) -> Stored:
     """The last line that is a result, even if a stray child printed after it, and the lines before."""
     try:
-        found = [line for line in plain_files.read_end(log, _END_BYTES)[0].splitlines() if line.strip()]
+        end = plain_files.read_end(log, _END_BYTES)[0]
     except OSError as error:
         return Stored(faults=(f"{log.name} cannot be read: {error.strerror}",))
-    words = [line for line in found if not _looks_like_result(line)][-_TAIL_LINES:]
-    tail = tuple(line.decode(errors="replace").rstrip()[:_LINE_CHARACTERS] for line in words)
+    found, tail = [line for line in end.splitlines() if line.strip()], tuple(tail_of(end))
     faults = [f"{log.name} ends without a result" if found else f"{log.name} is empty"]
     for line in reversed(found):
         if line.startswith(b"{"):
@@ -140,6 +144,12 @@ def read_log(log: Path) -> Stored:
 def last_lines(log: Path) -> list[str]:
     """The last non-empty lines of a log, without the result; none if it cannot be read."""
     return list(read_log(log).log_tail)
+
+
+def tail_of(output: bytes) -> list[str]:
+    """The last non-empty lines of what a worker printed, without a result."""
+    lines = [line for line in output.splitlines() if line.strip() and not _looks_like_result(line)]
+    return [line.decode(errors="replace").rstrip()[:_LINE_CHARACTERS] for line in lines[-_TAIL_LINES:]]
 
 
 def _in_file(file: Path) -> Stored:

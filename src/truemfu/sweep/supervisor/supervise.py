@@ -4,9 +4,8 @@
                 │                          ▲
                 └── time limit, Ctrl-C ────┘  TERM, then KILL
 
-    WorkerEnd ─► the result that the worker sent ─────────────────────────────────────┐
-                 the one it wrote, if it could not send: its trainer closed the file ─┼─► CaseResult
-                 none: how its process ended (`failures.status_of_exit`) ─────────────┘
+    WorkerEnd ─► the result that the worker sent ─────────────────────────┐
+                 none: how its process ended (`failures.status_of_exit`) ─┴─► CaseResult
 
 What a worker sends does not depend on a file system. An experiment may do anything to the files of its sweep:
 they are replaced, and a note names the change.
@@ -15,7 +14,6 @@ they are replaced, and a note names the change.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -25,16 +23,14 @@ import msgspec
 
 from ... import plain_files
 from ...errors import RecordError, one_line
-from ...records import CaseResult, Phase, PhaseTime, Status, decode, read_record, write_record
+from ...records import CaseResult, Phase, PhaseTime, Status, decode, write_record
 from ..failures import WorkerEnd, status_of_exit
 from ..order import Progress, WorkerOrder, encode_order, environment_of, last_phase, peaks, read_progress
 from ..paths import RunningCase, SweepFolder
 from ..process import GRACE_S, WorkerProcess, kernel_oom_kills
-from .stored import clear_paths, last_lines, save, seal_log
+from .stored import last_lines, save, stored_result, tail_of
 
 _POLL_INTERVAL_S = 0.25
-_EXIT_TIMEOUT_S = 60.0
-"""How long a worker may take to end once it has written its result."""
 
 OnProgress = Callable[[Phase, float], None]
 """Called several times a second with the phase, and the seconds since the order."""
@@ -62,7 +58,7 @@ class Stop:
 
 
 def run_case(
-    worker: WorkerProcess,
+    start: Callable[[], WorkerProcess],
     order: WorkerOrder,
     folder: SweepFolder,
     *,
@@ -71,33 +67,33 @@ def run_case(
     on_progress: OnProgress = lambda phase, elapsed_s: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> CaseResult | None:
-    """Run one order to its end; None if it was interrupted without a result.
+    """Run one order in a worker to its end; None if it was interrupted without a result.
 
     The result of an experiment is written, that of a probe is not.
     """
-    is_probe, result_file = order.purpose == "probe", folder.result(order.name)
-    before = _signature(result_file)
-    notes = _prepare(worker, order, folder)
-    end = watch(worker, order, time_limit_s=time_limit_s, stop=stop, on_progress=on_progress, clock=clock)
-    answer = _answer(worker, order, result_file, before)
-    if answer is not None and answer.end is not Status.OK and (end.timed_out or end.interrupted):
-        # A failure written after the request to stop is caused by it.
-        answer = None
+    is_probe = order.purpose == "probe"
     result: CaseResult | None = None
-    if answer is not None or not end.interrupted:
-        completed = _completed(answer, order, worker, end, folder, notes)
-        result = completed if is_probe else save(folder, completed)
-    elif not is_probe:
-        _seal_interrupted(folder, order.name)
+    try:
+        worker = start()
+    except OSError as error:
+        message = f"its process could not be started: {one_line(error)}"
+        result = order.result(Status.ERROR, Phase.START, message=message)
+    else:
+        notes = _prepare(worker, order, folder)
+        end = watch(worker, order, time_limit_s=time_limit_s, stop=stop, on_progress=on_progress, clock=clock)
+        answer = _answer(worker, order)
+        if answer is not None and answer.end is not Status.OK and (end.timed_out or end.interrupted):
+            # A failure written after the request to stop is caused by it.
+            answer = None
+        if answer is not None or not end.interrupted:
+            result = _completed(answer, order, worker, end, folder, notes)
+    if not is_probe:
+        if result is not None:
+            result = save(folder, result)
+        else:
+            _seal_interrupted(folder, order.name)
     folder.remove_running(order.name)
     return result
-
-
-def not_started(order: WorkerOrder, error: OSError, folder: SweepFolder) -> CaseResult:
-    """The result where no worker could be started; written, unless it is that of a probe."""
-    message = f"its process could not be started: {one_line(error)}"
-    result = order.result(Status.ERROR, Phase.START, message=message)
-    return result if order.purpose == "probe" else save(folder, result)
 
 
 def _prepare(worker: WorkerProcess, order: WorkerOrder, folder: SweepFolder) -> list[str]:
@@ -109,7 +105,6 @@ def _prepare(worker: WorkerProcess, order: WorkerOrder, folder: SweepFolder) -> 
             plain_files.remove(path)
         plain_files.append(log, b"")
         mark = RunningCase(
-            pid=worker.pid,
             token=worker.token,
             began_at_s=time.time(),
             content_hash=order.content_hash,
@@ -121,27 +116,14 @@ def _prepare(worker: WorkerProcess, order: WorkerOrder, folder: SweepFolder) -> 
     return []
 
 
-def _signature(path: Path) -> tuple[int, int] | None:
-    """Changes when a file is rewritten."""
+def _answer(worker: WorkerProcess, order: WorkerOrder) -> CaseResult | None:
+    """The worker's own result of this order; None if it ended before it had sent all of it."""
     try:
-        found = os.lstat(path)
-    except OSError:
+        own = decode(worker.answer, CaseResult, "the worker's answer")
+    except RecordError:
         return None
-    return found.st_ino, found.st_mtime_ns
-
-
-def _answer(
-    worker: WorkerProcess, order: WorkerOrder, file: Path, before: tuple[int, int] | None
-) -> CaseResult | None:
-    """The worker's own result of this run: as it sent it, or else as it wrote it."""
-    found: list[CaseResult] = []
-    with contextlib.suppress(RecordError):  # it ended before it had sent all of it
-        found.append(decode(worker.answer, CaseResult, "the worker's answer"))
-    if _signature(file) not in (None, before):
-        with contextlib.suppress(RecordError):  # not a result, or an incomplete one
-            found.append(read_record(file, CaseResult))
     this = (order.name, order.sweep_id, order.content_hash)
-    return next((own for own in found if (own.name, own.sweep_id, own.content_hash) == this), None)
+    return own if (own.name, own.sweep_id, own.content_hash) == this else None
 
 
 def _completed(
@@ -156,7 +138,7 @@ def _completed(
     log_tail = last_lines(Path(order.log_path))
     if not log_tail and not end.progress:
         # It never read its order: its output until then explains why.
-        log_tail = last_lines(worker.log)
+        log_tail = tail_of(worker.first_output)
     notes = notes + [f"process {pid} could not be killed" for pid in end.unkillable]
     if answer is None:
         status, reason = status_of_exit(end, log_tail, folder.root)
@@ -184,14 +166,11 @@ def _completed(
 
 def _seal_interrupted(folder: SweepFolder, name: str) -> None:
     """Note the interruption in the log; an earlier result stays valid and becomes its last line again."""
-    try:
-        clear_paths(folder, folder.log(name))
+    with contextlib.suppress(OSError):  # only the log stays without this line
         plain_files.append(folder.log(name), b"interrupted before it finished\n")
-        if os.path.lexists(folder.result(name)):
-            seal_log(folder.log(name), read_record(folder.result(name), CaseResult))
-    except (OSError, RecordError):
-        # The result's file itself is untouched; only the log stays without its last line.
-        return
+    earlier = stored_result(name, folder.result(name), folder.log(name)).result
+    if earlier is not None:
+        save(folder, earlier)
 
 
 def watch(
@@ -207,7 +186,6 @@ def watch(
     progress_file = Path(order.progress_path)
     kills_before = kernel_oom_kills()
     began_at_s, began = time.time(), clock()
-    done_since: float | None = None
     timed_out = interrupted = False
     seen: list[Progress] = []
     try:
@@ -215,14 +193,10 @@ def watch(
         while not worker.wait(_POLL_INTERVAL_S):
             elapsed_s = clock() - began
             seen = _longer(read_progress(progress_file), seen)
-            phase = last_phase(seen)
-            on_progress(phase, elapsed_s)
-            if phase is Phase.DONE and done_since is None:
-                done_since = elapsed_s
+            on_progress(last_phase(seen), elapsed_s)
             interrupted = stop.requested
             timed_out = elapsed_s > time_limit_s
-            does_not_exit = done_since is not None and elapsed_s - done_since > _EXIT_TIMEOUT_S
-            if interrupted or timed_out or does_not_exit:
+            if interrupted or timed_out:
                 break
     finally:
         unkillable = worker.end(GRACE_S, hurry=lambda: stop.at_once)

@@ -2,9 +2,9 @@
 
     die with the supervisor ─► imports ─► one order on stdin ─► its own log ─► experiment ─┐
                                (no CUDA)  (none: exit 0)                                   │
-        to the supervisor, to results/<name>.json, and the same as the log's last line ◄───┘
+        to the supervisor, which writes it to results/<name>.json and the end of the log ◄─┘
 
-Exit codes: 0 measured (a probe: it fits), 1 failed, with the reason in the result, 2 invalid order.
+Exit codes: 0 measured (a probe: it fits), 1 failed, with the reason in the result.
 The worker may be started long before its order: until then it only imports, those of its arguments too.
 """
 
@@ -20,7 +20,7 @@ import warnings
 from pathlib import Path
 from typing import NoReturn
 
-from ...plain_files import open_plain
+from ...plain_files import Descriptor, open_plain
 from ..process import ANSWER_NAME
 from .lifetime import die_with_parent, exit_at_once, find_modules_here
 
@@ -31,7 +31,8 @@ def main() -> int:
     """Wait for an order, run it, report the result."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # so any KeyboardInterrupt was raised by a trainer
-    answer_file = _answer_file()
+    answer = Descriptor(int(os.environ.pop(ANSWER_NAME)))
+    os.set_inheritable(answer.number, False)  # no child of the trainer inherits it
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # hides the profiler's start messages
     for name in sys.argv[1:]:
         with contextlib.suppress(ImportError):  # the trainer that needs it reports that in its result
@@ -39,13 +40,11 @@ def main() -> int:
 
     from torch import nn
 
-    from ...errors import RecordError
     from ..order import decode_order
-    from ..paths import SweepFolder
     from ..trainers.base import TrainerSettings
     from ..trainers.standard import make_optimizer
     from .experiment import CaseRun
-    from .worker_report import WorkerOutput
+    from .worker_report import send
 
     # Embeddings look up integers, which have no gradient: true for every model, so not worth a warning.
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
@@ -55,32 +54,15 @@ def main() -> int:
     line = sys.stdin.buffer.readline()
     if not line.strip():
         return 0
-    try:
-        order = decode_order(line)
-    except RecordError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    order = decode_order(line)
     began_at_s = time.time()
     _write_to(Path(order.log_path))
     find_modules_here()
-    output = WorkerOutput(answer_file)
     if order.case.gpus > 1:
         from .ranks import run_ranks
 
-        result = run_ranks(order)
-    else:
-        result = CaseRun(order, output.write_line, started_at_s=STARTED_AT_S, began_at_s=began_at_s).run()
-    is_measured = order.purpose == "measure"
-    return output.report(result, SweepFolder(Path(order.folder)).result(order.name) if is_measured else None)
-
-
-def _answer_file() -> int | None:
-    """The descriptor from which the supervisor reads the result; no child of the trainer inherits it."""
-    given = os.environ.pop(ANSWER_NAME, "")
-    if not given.isdigit():
-        return None
-    os.set_inheritable(int(given), False)
-    return int(given)
+        return send(run_ranks(order), answer)
+    return send(CaseRun(order, started_at_s=STARTED_AT_S, began_at_s=began_at_s).run(), answer)
 
 
 def _write_to(log_path: Path) -> None:

@@ -50,6 +50,7 @@ from .memory_limit import limit_memory
 from .models import parameter_count
 from .rank_group import ALONE, RankGroup, Value, cause_of, is_lost_peer
 from .run_files import clear_run_folder, write_events, write_trace
+from .worker_report import write_line
 
 PROBE_STEPS = 2
 
@@ -63,7 +64,6 @@ class CaseRun:
     def __init__(
         self,
         order: WorkerOrder,
-        write_line: Callable[[str], None],
         *,
         started_at_s: float,
         began_at_s: float,
@@ -72,7 +72,6 @@ class CaseRun:
         self.failure: BaseException | None = None
         """What ended it; None unless something was raised."""
         self._order = order
-        self._write_line = write_line
         self._case = order.case
         self._group = group
         self._device = group.device(order.case.device)
@@ -249,7 +248,7 @@ class CaseRun:
         self._phases.append(PhaseTime(phase=phase, began_at_s=time.time()))
         self._append_progress(phase)
         if self._group.rank == 0:
-            self._write_line(f"[{phase.value}]")
+            write_line(f"[{phase.value}]")
 
     def _append_progress(self, phase: Phase) -> None:
         if self._group.rank > 0:
@@ -261,7 +260,7 @@ class CaseRun:
         try:
             append_progress(path, progress)
         except OSError as error:  # without it the experiment still runs
-            self._write_line(f"note: {path} cannot be written: {error.strerror}")
+            write_line(f"note: {path} cannot be written: {error.strerror}")
 
     def _show(self, error: BaseException) -> None:
         """Write the traceback to the log, and release its frames, which hold tensors."""
@@ -269,7 +268,7 @@ class CaseRun:
             return  # the log shows the rank that failed first
         with contextlib.suppress(Exception):  # formatting the exception may fail
             text = "".join(traceback.format_exception(error)).rstrip()
-            self._write_line(text if self._group.size == 1 else f"rank {self._group.rank}: {text}")
+            write_line(text if self._group.size == 1 else f"rank {self._group.rank}: {text}")
         traceback.clear_frames(error.__traceback__)
 
 

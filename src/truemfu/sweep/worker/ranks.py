@@ -47,7 +47,7 @@ from .environment import environment
 from .experiment import CaseRun
 from .lifetime import die_with_parent, exit_at_once, find_modules_here
 from .rank_group import is_lost_peer, join
-from .worker_report import WorkerOutput
+from .worker_report import write_line
 
 _RANK_GRACE_S = 3
 """How long a rank may ignore SIGTERM after another one failed; the supervisor gives the worker longer."""
@@ -205,17 +205,14 @@ def start() -> NoReturn:
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
     find_modules_here()
     order, store = decode_order(sys.argv[1].encode()), ReportStore(int(sys.argv[2]))
-    output = WorkerOutput()
     failure: BaseException | None
     try:
         group = join(order.case)
     except Exception as error:
-        output.write_line(f"rank {os.environ['RANK']}: {error}")
+        write_line(f"rank {os.environ['RANK']}: {error}")
         result, failure = failed_result(order, error), error
     else:
-        experiment = CaseRun(
-            order, output.write_line, started_at_s=started_at_s, began_at_s=started_at_s, group=group
-        )
+        experiment = CaseRun(order, started_at_s=started_at_s, began_at_s=started_at_s, group=group)
         result = experiment.run()
         failure = experiment.failure
     report = RankReport(
