@@ -53,15 +53,19 @@ def _with_listeners(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         if _listeners and not torch.compiler.is_compiling():
-            try:
-                asked = _asked(outputs, *args)
-            except Exception as error:  # the pass itself will tell; one like it is a pass like it
-                asked = (), type(error)
+            numbers, asked = _seen(outputs, *args)
             for listener in _listeners:
-                listener(*asked)
+                listener(numbers, asked)
         return original(outputs, *args, **kwargs)
 
     return run_backward
+
+
+def _seen(outputs: Any, *args: Any) -> tuple[Sequence[int], Hashable]:
+    try:
+        return _asked(outputs, *args)
+    except Exception as error:  # the pass itself will tell; one like it is a pass like it
+        return (), type(error)
 
 
 def _asked(
