@@ -41,10 +41,9 @@ def drawn(found: Comparison) -> Bars:
 def test_a_ratio_is_between_the_ends_of_its_interval_and_equality_is_where_it_belongs() -> None:
     chart = drawn(comparison(pair("one", step_time(1.1, 1.05, 1.15)), max_regression=0.025))
     (bar,) = chart.bars
-    assert chart.limit_percent is not None
-    assert chart.equal_percent < chart.limit_percent < bar.low_percent < bar.at_percent
-    assert bar.at_percent < bar.low_percent + bar.width_percent
-    assert chart.limit_text == "the limit, 1.025"
+    assert chart.limit == 1.025
+    assert chart.percent(1) < chart.percent(chart.limit) < chart.percent(bar.low) < chart.percent(bar.ratio)
+    assert chart.percent(bar.ratio) < chart.percent(bar.high)
 
 
 def test_of_many_experiments_those_that_differ_most_are_drawn_in_their_order() -> None:
@@ -65,9 +64,9 @@ def test_no_ratio_leaves_the_chart_or_takes_the_room_of_the_others(ends: tuple[f
     usual = pair("usual", step_time(1.0, 0.9, 1.1))
     chart = drawn(comparison(pair("odd", step_time(*ends)), usual, max_regression=10.0))
     for bar in chart.bars:
-        assert -1e-9 <= bar.low_percent <= bar.at_percent <= bar.low_percent + bar.width_percent <= 100 + 1e-9
-    assert chart.bars[1].width_percent > 1
-    assert len({tick.text for tick in chart.ticks}) == len(chart.ticks) >= 3
+        assert 0 <= chart.percent(bar.low) <= chart.percent(bar.ratio) <= chart.percent(bar.high) <= 100
+    assert chart.percent(chart.bars[1].high) - chart.percent(chart.bars[1].low) > 1
+    assert len(set(chart.axis.ticks.values())) == len(chart.axis.ticks) >= 3
 
 
 def test_figures_without_an_interval_have_no_bar() -> None:

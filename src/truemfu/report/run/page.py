@@ -20,7 +20,7 @@ from ...run_summary.texts import (
 )
 from ...text import duration, share, size
 from ..drawing.html import write_template
-from ..drawing.line_chart import SIDE, Chart, Series, line_chart, thinning
+from ..drawing.line_chart import Chart, Series, line_chart, thinning
 from ..drawing.tables import Table, digits, measures, table_of, words
 from .load import LastWindow, LoadedRun
 from .log_rows import LogRows
@@ -66,7 +66,6 @@ def write_run_page(path: Path, run: LoadedRun, price_per_gpu_hour: float | None 
         more_ranks=max(0, len(run.ranks.lines) - _MOST_RANKS),
         stragglers=[straggler.text for straggler in summary.stragglers if straggler.text],
         life=_life_table(run, pauses),
-        side=SIDE,
         remarks=[
             ("Warnings", summary.warnings),
             ("Lost", summary.lost),

@@ -13,7 +13,7 @@ from pathlib import Path
 from ...run_summary.texts import Figure, RunResults, cost, facts, figures, memory
 from ...text import share
 from ..drawing.html import write_template
-from ..drawing.line_chart import SIDE, Chart, Series, line_chart
+from ..drawing.line_chart import Chart, Series, line_chart
 from ..drawing.tables import Cell, Column, Table, plain, table_of
 from .load import LoadedRun
 from .log_summary import results_of
@@ -56,7 +56,6 @@ def write_runs_page(path: Path, runs: Sequence[LoadedRun], price_per_gpu_hour: f
         waterfall=_waterfall_table(shown),
         charts=list(_charts(shown)),
         worst=_worst_table(shown),
-        side=SIDE,
     )
 
 
