@@ -72,8 +72,8 @@ class SharedRun:
         with self._lock:
             if len(self._waiting) == _MOST_WAITING:
                 self._warn(
-                    f"this program logs with explicit steps, and {_MOST_WAITING:,} rows wait for one: the oldest "
-                    "are left out of this run; the local log has them"
+                    f"this program logs with explicit steps, and {_MOST_WAITING:,} rows wait for one: "
+                    "the oldest are left out of this run; the local log has them"
                 )
             self._waiting.append(row)
             if not self._has_explicit_steps and not self._has_open_row:

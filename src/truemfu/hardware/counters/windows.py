@@ -85,7 +85,8 @@ def with_energy(
     The counter is cumulative, so the sum is exact; a reading is up to `GPM_LAG_S` old, so each end is
     accurate to that much time.
     """
-    assert before.energy_j is not None and after.energy_j is not None, "with_energy needs two readings"
+    assert before.energy_j is not None
+    assert after.energy_j is not None
     energy_j = after.energy_j - before.energy_j
     if energy_j < 0:
         raise CounterError(f"the energy counter went backwards by {-energy_j:g} J")

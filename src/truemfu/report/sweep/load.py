@@ -85,9 +85,7 @@ def load_sweep(source: Path | str) -> LoadedSweep:
     files = _files(source)
     notes: list[str] = []
     record = _record(files.record, notes)
-    found = {
-        name: stored_result(name, files.result(name), files.log(name)) for name in _names(files, record)
-    }
+    found = {name: stored_result(name, files.result(name), files.log(name)) for name in _names(files, record)}
     running = {name for name in found if os.path.lexists(files.marker(name))}
     notes += [fault for stored in found.values() if stored.result is not None for fault in stored.faults]
     foreign = _remove_foreign_files(found, record, notes)
@@ -220,7 +218,12 @@ def _trainer_of_prefix(found: Mapping[str, Stored]) -> Mapping[str, str]:
 
 
 def _entry(
-    name: str, stored: Stored, cases: Mapping[str, SweepCase], trainers: Mapping[str, str], *, is_running: bool
+    name: str,
+    stored: Stored,
+    cases: Mapping[str, SweepCase],
+    trainers: Mapping[str, str],
+    *,
+    is_running: bool,
 ) -> SweepEntry:
     if stored.result is not None:
         return replace(entry_of(stored.result), name=name)
