@@ -141,4 +141,4 @@ def test_memory_is_that_of_the_numbers(tmp_path: Path) -> None:
         finally:
             tracemalloc.stop()
 
-    assert peak(60_000) - peak(20_000) < 200 * 40_000
+    assert peak(25_000) - peak(10_000) < 200 * 15_000

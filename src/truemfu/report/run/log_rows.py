@@ -169,7 +169,7 @@ class ReadLog:
 def read_log(path: Path, pattern: re.Pattern[bytes] | None = None) -> ReadLog:
     """Read a log block by block; an OSError if that is not possible."""
     log, block = ReadLog(), b""
-    newest: deque[bytes] = deque(maxlen=_NEWEST_BLOCKS)
+    newest: deque[bytes] = deque(maxlen=_NEWEST_BLOCKS if pattern is not None else 0)
     for number, block in enumerate(_blocks(path)):
         rows, unread = _rows_of(block, is_first=number == 0)
         log.rows.add(rows)
