@@ -14,7 +14,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import and_, attrgetter
 from types import MappingProxyType
 
 from .tables import Cell, Column, Table
@@ -31,6 +31,7 @@ _USUAL = 0.98
 _FAR = 3.0
 _SAME = 1e-9
 _MARK_PLACES = 200
+_DASH_PERIOD = 18
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,8 @@ class Line:
     key: int
     path: str
     band: str
+    dashes: str = ""
+    """Of a line that runs on top of another one, which is seen through its gaps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,14 +124,16 @@ def line_chart(
     has_beyond = max(bucket.high for bucket in drawn) > y.high
     is_thinned = _is_thinned(len(steps))
     lines = []
-    for one, buckets in shown:
+    for number, (one, buckets) in enumerate(shown):
         runs = _runs(buckets)
+        covers_another = any(_coincide(buckets, other) for _, other in shown[number + 1 :])
         lines.append(
             Line(
                 name=one.name,
                 key=one.key,
                 path=" ".join(_stroke(run, x, y) for run in runs),
                 band=" ".join(_area(run, x, y) for run in runs) if is_thinned else "",
+                dashes=_dashes((number + 1) / len(shown)) if covers_another else "",
             )
         )
     return Chart(
@@ -173,6 +178,16 @@ def _runs(buckets: Iterable[Bucket | None]) -> list[list[Bucket]]:
         elif runs[-1]:
             runs.append([])
     return [run for run in runs if run]
+
+
+def _coincide(one: Sequence[Bucket | None], other: Sequence[Bucket | None]) -> bool:
+    """Whether two lines have a stretch in common."""
+    same = [a is not None and b is not None and a.middle == b.middle for a, b in zip(one, other, strict=True)]
+    return any(map(and_, same, same[1:]))
+
+
+def _dashes(part: float) -> str:
+    return f"{_DASH_PERIOD * part:.1f} {_DASH_PERIOD * (1 - part):.1f}"
 
 
 def _table(

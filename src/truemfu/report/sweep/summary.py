@@ -55,7 +55,7 @@ def summarize(sweep: LoadedSweep) -> SweepSummary:
     without = [trainer for trainer, points in finished.items() if not points]
     if without and len(without) < len(finished):
         notes.append(
-            f"finished nothing, and is ignored in the points all trainers finished: {', '.join(without)}"
+            f"finished no experiment, and is left out of the common points: {', '.join(without)}"
         )
     return SweepSummary(
         sweep_id=sweep.record.sweep_id if sweep.record is not None else None,
