@@ -144,6 +144,16 @@ def test_charts_are_drawn_nothing_sticks_out_and_nothing_is_requested(browser: B
         assert browser.requests == [page.as_uri()]
 
 
+def test_on_a_phone_what_two_runs_were_is_read_without_scrolling(browser: Browser, runs_page: Path) -> None:
+    browser.open(runs_page, 390)
+    edges = browser.run(
+        "[...document.querySelectorAll('#facts td:nth-child(3)')].map((cell) => cell.getBoundingClientRect().right)"
+    )
+    assert edges
+    assert max(edges) <= 390
+    assert texts(browser, ".across") == ["step"] * len(texts(browser, ".chart figcaption b"))
+
+
 def test_a_comparison_draws_each_ratio_between_the_ends_of_its_interval(
     browser: Browser, compare_page: Path
 ) -> None:

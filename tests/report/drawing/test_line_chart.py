@@ -136,3 +136,12 @@ def test_odd_ranges_have_ticks_and_stay_inside(values: list[float | None], from_
 )
 def test_a_tick_has_the_decimals_it_needs(value: float, step: float, text: str) -> None:
     assert tick_text(value, step) == text
+
+
+def test_a_line_on_top_of_another_has_gaps_through_which_that_is_seen() -> None:
+    own, same, apart = [1.0, 2.0, 3.0, 4.0], [9.0, 2.0, 3.0, 9.0], [5.0, 6.0, 5.0, 6.0]
+    chart = line_chart(
+        "Loss", range(4), [Series(name=str(key), values=v) for key, v in enumerate((own, same, apart))]
+    )
+    assert chart is not None
+    assert [line.dashes for line in chart.lines] == ["6.0 12.0", "", ""]

@@ -14,7 +14,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import and_, attrgetter
 from types import MappingProxyType
 
 from .tables import Cell, Column, Table
@@ -32,6 +32,7 @@ _SAME = 1e-9
 _MARK_PLACES = 200
 SIDE = 1000
 """Units of a drawing in the templates."""
+_DASH_PERIOD = 18
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,8 @@ class Line:
     name: str
     key: int
     runs: Sequence[Sequence[Bucket]]
+    dashes: str = ""
+    """Of a line that runs on top of another one, which is seen through its gaps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +115,17 @@ def line_chart(
     return Chart(
         title=title,
         unit=unit,
-        lines=[Line(name=one.name, key=one.key, runs=_runs(buckets)) for one, buckets in shown],
+        lines=[
+            Line(
+                name=one.name,
+                key=one.key,
+                runs=_runs(buckets),
+                dashes=_dashes((number + 1) / len(shown))
+                if any(_coincide(buckets, other) for _, other in shown[number + 1 :])
+                else "",
+            )
+            for number, (one, buckets) in enumerate(shown)
+        ],
         x=x,
         y=y,
         is_thinned=is_thinned,
@@ -156,6 +169,16 @@ def _runs(buckets: Iterable[Bucket | None]) -> list[list[Bucket]]:
         elif runs[-1]:
             runs.append([])
     return [run for run in runs if run]
+
+
+def _coincide(one: Sequence[Bucket | None], other: Sequence[Bucket | None]) -> bool:
+    """Whether two lines have a stretch in common."""
+    same = [a is not None and b is not None and a.middle == b.middle for a, b in zip(one, other, strict=True)]
+    return any(map(and_, same, same[1:]))
+
+
+def _dashes(part: float) -> str:
+    return f"{_DASH_PERIOD * part:.1f} {_DASH_PERIOD * (1 - part):.1f}"
 
 
 def _table(

@@ -93,7 +93,7 @@ def load_run(folder: Path | str) -> LoadedRun:
     logged = None if summary is None else summary.steps
     if logged is not None and len(rows) > logged:
         notes.append(
-            f"The log contains {len(rows):,} steps, the summary only covers the last start: {logged:,} steps."
+            f"The log has {len(rows):,} steps, and the summary covers the {logged:,} since the last start."
         )
     return LoadedRun(
         folder=folder,
@@ -133,8 +133,10 @@ def _log(path: Path, *, has_summary: bool, notes: list[str]) -> ReadLog:
             f"The log {path.name} {what}: {log.read:,} rows were read, {log.unread:,} could not be read."
         )
     if log.repeated:
-        what = "1 row repeats" if log.repeated == 1 else f"{log.repeated:,} rows repeat"
-        notes.append(f"{what} a step that was logged again (the run was restarted): the last row counts.")
+        what = "1 step was" if log.repeated == 1 else f"{log.repeated:,} steps were"
+        notes.append(
+            f"{what} logged twice, and the last row counts: the run was restarted, or two runs share this folder."
+        )
     return log
 
 

@@ -11,10 +11,12 @@ from ...records import RunRecord, RunSummary
 from ...run_summary.texts import (
     NO_SUMMARY,
     cost,
+    estimate_mark,
     facts,
     figures,
     hardware_figures,
     memory,
+    mfu_text,
     started,
     why_no_waterfall,
 )
@@ -92,7 +94,7 @@ def _lead(record: RunRecord, summary: RunSummary) -> str:
     if summary.steps is not None:
         words.append(f"{summary.steps:,} steps")
     if summary.median_mfu is not None:
-        words.append(f"MFU {share(summary.median_mfu)}")
+        words.append(f"MFU {mfu_text(summary)}")
     if began := started(record):
         words.append(began)
     return f"{', '.join(words)}."
@@ -150,12 +152,14 @@ def _charts(rows: LogRows, summary: RunSummary, pauses: Mapping[str, Mapping[int
         return []
     found = []
     for values in charted(summary.median_step_time_s):
-        names = dict(values.names)
+        names, title = dict(values.names), values.title
+        if "mfu" in names:
+            title += estimate_mark(summary)
         if "hfu" in names and _are_equal(rows.column("mfu"), rows.column("hfu")):
             names = {"mfu": "MFU, equal to HFU"}
         found.append(
             line_chart(
-                values.title,
+                title,
                 rows.steps,
                 [
                     Series(name=text, values=scaled(rows, name, values.times), key=key)
