@@ -59,7 +59,8 @@ def test_figures_are_those_of_the_summary(run_folder: Path, change_run: Change) 
     assert fact(page, "device") == "cpu"
     assert fact(page, "peak") == "50 GFLOP/s (monitoring.peak_tflops)"
     assert (
-        fact(page, "FLOPs by") == "count of observed steps; a multiply-add is 2 FLOPs; attention counts all pairs"
+        fact(page, "FLOPs by")
+        == "count of observed steps; a multiply-add is 2 FLOPs; attention counts all pairs"
     )
     assert fact(page, "steps").startswith(f"{RUN_STEPS} logged; 3 of them warm-up")
     assert "<title>Training run run</title>" in page

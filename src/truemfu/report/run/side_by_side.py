@@ -16,6 +16,7 @@ from ...run_summary.texts import (
     cost,
     facts,
     figures,
+    hfu_text,
     memory,
     mfu_text,
     why_no_waterfall,
@@ -92,7 +93,9 @@ def _verdict(shown: Sequence[_Shown]) -> tuple[list[str], list[tuple[str, str]]]
         ),
     ):
         summaries = [(one.results.summary, one.name) for one in shown]
-        known = [(summary, name) for summary, name in summaries if getattr(summary, name_of_value) is not None]
+        known = [
+            (summary, name) for summary, name in summaries if getattr(summary, name_of_value) is not None
+        ]
         if len(known) < 2:
             unknown.append((f"which run has the highest {what}", "fewer than two runs have one"))
             continue
@@ -119,6 +122,10 @@ def _figures_table(shown: Sequence[_Shown], price: float | None) -> Table:
         found = [*figures(one.results), memory(one.results)]
         found += [] if price is None else [cost(one.results, price)]
         each.append({figure.label: figure for figure in found})
+        of_counts = {"MFU, median": mfu_text, "HFU, median": hfu_text}
+        for label, text in of_counts.items():
+            if each[-1][label].is_known:
+                each[-1][label] = replace(each[-1][label], value=text(one.results.summary))
     labels = list(dict.fromkeys(label for found in each for label in found))
     table = _by_run(
         "Figures",
