@@ -215,4 +215,6 @@ def test_an_mfu_that_is_partly_estimated_is_marked_wherever_it_is_shown(
     assert "<b>MFU and HFU (partly estimated), %</b>" in page
     assert "count of observed steps (15 steps), estimate (5 steps)" in page
     runs = bare(write_runs_page(tmp_path / "runs.html", [run, run]).read_text("utf-8"))
+    row = runs.split('<td class="left">MFU, median</td>')[1].split("</tr>")[0]
+    assert row.count("(partly estimated)") == 2
     assert re.search(r"The same median MFU in all runs that have one: \S+ % \(partly estimated\)", runs)

@@ -1,11 +1,11 @@
-"""The loss of a step where nothing passes it to the monitor: the sum of the numbers that `backward` starts from.
+"""The loss of a step where nothing passes it to the monitor: the sum of what `backward` starts from.
 
     optimizer.step ──► (loss / 2).backward() ──► (loss / 2).backward() ──► optimizer.step: the step's loss
 
-Its gradient is what the optimizer applies, and a Trainer logs the same sum for a step of several micro-batches.
-Of an optimizer that calls a closure several times in one step, the last call counts. A scaled loss is taken as
-it was before `GradScaler.scale`. Losses are added on their device: the monitor reads the sum later, without
-waiting for it.
+Its gradient is what the optimizer applies, and a Trainer logs the same sum for a step of several
+micro-batches. Of an optimizer that calls a closure several times in one step, the last call counts. A scaled
+loss is taken as it was before `GradScaler.scale`. Losses are added on their device: the monitor reads the sum
+later, without waiting for it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class SeenLosses:
         return loss
 
     def step_begins(self) -> None:
-        """An optimizer steps: what its closure differentiates is not added to what was differentiated before."""
+        """An optimizer steps: what its closure differentiates is not added to earlier losses."""
         self._is_stepping = True
 
     def step_ended(self) -> None:

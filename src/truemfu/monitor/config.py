@@ -77,7 +77,7 @@ def load_config(
     flops_profile_freq: int | None = None,
     default_mode: str = "smart",
 ) -> MonitorConfig:
-    """The settings in a mapping, in a YAML or JSON file, or the defaults; `flops_profile_freq` takes precedence.
+    """The settings in a mapping, a YAML or JSON file, or the defaults; an explicit frequency wins.
 
     Raises a one-line UsageError for an unknown key, a wrong type or value, two spellings that disagree,
     and a file that cannot be read.

@@ -307,6 +307,11 @@ def mfu_text(summary: RunSummary) -> str:
     return share(summary.median_mfu) + estimate_mark(summary)
 
 
+def hfu_text(summary: RunSummary) -> str:
+    """The median HFU; marked likewise, unless it was measured."""
+    return share(summary.median_hfu) + ("" if summary.hfu_method else estimate_mark(summary))
+
+
 def estimate_mark(summary: RunSummary) -> str:
     """A mark behind a figure that is not wholly a count; empty for a count."""
     if "estimate" not in _methods(summary):

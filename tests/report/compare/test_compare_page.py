@@ -16,7 +16,7 @@ def pair(name: str, *figures: ComparedFigure, is_beyond: bool = False) -> Pair:
     return Pair(
         name=name, runs_a=1, runs_b=1, steps_a=100, steps_b=100, independent_steps_a=90.0,
         independent_steps_b=80.0, verdict="slower" if is_beyond else "no difference shown",
-        is_beyond_limit=is_beyond, figures=list(figures),
+        is_beyond_limit=is_beyond, smallest_shown=0.05, is_unsure=False, figures=list(figures),
     )  # fmt: skip
 
 

@@ -134,7 +134,8 @@ def _log(path: Path, *, has_summary: bool, notes: list[str]) -> ReadLog:
     if log.repeated:
         what = "1 step was" if log.repeated == 1 else f"{log.repeated:,} steps were"
         notes.append(
-            f"{what} logged twice, and the last row counts: the run was restarted, or two runs share this folder."
+            f"{what} logged twice, and the last row counts: the run was restarted, or two runs share this "
+            "folder."
         )
     return log
 

@@ -16,6 +16,7 @@ from ...run_summary.texts import (
     cost,
     facts,
     figures,
+    hfu_text,
     memory,
     mfu_text,
     why_no_waterfall,
@@ -120,6 +121,10 @@ def _figures_table(shown: Sequence[_Shown], price: float | None) -> Table:
         found = [*figures(one.results), memory(one.results)]
         found += [] if price is None else [cost(one.results, price)]
         each.append({figure.label: figure for figure in found})
+        of_counts = {"MFU, median": mfu_text, "HFU, median": hfu_text}
+        for label, text in of_counts.items():
+            if each[-1][label].is_known:
+                each[-1][label] = replace(each[-1][label], value=text(one.results.summary))
     labels = list(dict.fromkeys(label for found in each for label in found))
     table = _by_run(
         "Figures",

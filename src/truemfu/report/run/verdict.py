@@ -8,7 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ...records import RunSummary, WaterfallPart
-from ...run_summary.texts import NO_LOADER, Figure, RunResults, mfu_text, peak_text, why_no_utilization
+from ...run_summary.texts import (
+    NO_LOADER,
+    Figure,
+    RunResults,
+    hfu_text,
+    mfu_text,
+    peak_text,
+    why_no_utilization,
+)
 from ...text import duration, share
 from .worst_steps import UNKNOWN_CAUSE, WorstStep
 
@@ -42,7 +50,7 @@ def _utilization(run: RunResults, unknown: Unknown) -> Iterator[str]:
         if summary.median_step_time_s is not None:
             yield f"A step takes {duration(summary.median_step_time_s)} (median{over})."
         return
-    hfu = "" if summary.median_hfu is None else f", HFU {share(summary.median_hfu)}"
+    hfu = "" if summary.median_hfu is None else f", HFU {hfu_text(summary)}"
     step = "" if summary.median_step_time_s is None else f", {duration(summary.median_step_time_s)} a step"
     yield f"MFU {mfu_text(summary)} of {peak_text(run)}{hfu}{step} (medians{over})."
 
@@ -80,7 +88,8 @@ def _waiting(summary: RunSummary, unknown: Unknown) -> Iterator[str]:
 
 def _pauses(summary: RunSummary) -> Iterator[str]:
     spent = [
-        f"{kind} {duration(paused.seconds)} ({share(paused.share)} of the run)"
+        f"{'other pauses' if kind == 'other' else kind} {duration(paused.seconds)} "
+        f"({share(paused.share)} of the run)"
         for kind, paused in summary.left_out.items()
         if paused.seconds is not None and paused.share is not None
     ]
