@@ -576,6 +576,16 @@ def test_the_help_names_every_mode() -> None:
     assert all(re.search(rf"\b{mode}\b", shown.stdout) for mode in MODES)
 
 
+def test_a_folder_that_holds_a_run_is_named_before_another_one_is_added_to_it(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    assert ended(watched([sys.executable, "-c", ""], folder), tmp_path, folder).stderr.count("already") == 0
+    folder.mkdir(exist_ok=True)
+    (folder / "training_run.json").write_text("{}")
+    again = ended(watched([sys.executable, "-c", ""], folder), tmp_path, folder)
+    assert again.code == 0
+    assert f"{folder} holds a run already" in again.stderr
+
+
 def faulty(how: str) -> list[str]:
     return [sys.executable, str(SCRIPTS / "faulty.py"), how]
 

@@ -194,7 +194,7 @@ def test_two_runs_have_a_ratio_for_each_figure_and_the_faster_one_is_named(
     text = bare(page)
     assert re.search(r"Highest median samples/s: \S+ with 75; \S+ 50\.", text)
     assert "The ratio is" in text
-    row = text.split('<td class="left">samples/s</td>')[1].split("</tr>")[0]
+    row = page.split('<td class="left">samples/s</td>')[1].split("</tr>")[0]
     assert re.findall(r"<td>(.*?)</td>", row) == ["50", "75", "1.500"]
     three = bare(write_runs_page(tmp_path / "3.html", [first, first, first]).read_text("utf-8"))
     assert ">ratio<" not in three
@@ -214,7 +214,9 @@ def test_an_mfu_that_is_partly_estimated_is_marked_wherever_it_is_shown(
     assert "the model&#39;s work, estimated from its structure in 5 of 20 steps, else by the count" in page
     assert "<b>MFU and HFU (partly estimated), %</b>" in page
     assert "count of observed steps (15 steps), estimate (5 steps)" in page
-    runs = bare(write_runs_page(tmp_path / "runs.html", [run, run]).read_text("utf-8"))
-    row = runs.split('<td class="left">MFU, median</td>')[1].split("</tr>")[0]
+    side_by_side = write_runs_page(tmp_path / "runs.html", [run, run]).read_text("utf-8")
+    row = side_by_side.split('<td class="left">MFU, median</td>')[1].split("</tr>")[0]
     assert row.count("(partly estimated)") == 2
-    assert re.search(r"The same median MFU in all runs that have one: \S+ % \(partly estimated\)", runs)
+    assert re.search(
+        r"The same median MFU in all runs that have one: \S+ % \(partly estimated\)", side_by_side
+    )

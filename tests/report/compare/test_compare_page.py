@@ -81,7 +81,7 @@ def test_step_times_are_sorted_and_copied_as_seconds_and_texts_as_texts() -> Non
     missing = Unmatched(name="gone", a="12 steps with a time after warm-up", b="ok", is_failure=False)
     found = comparison(pair("one", step_time(1.1, 1.0, 1.2)), unmatched=[missing])
     times, _, not_compared = tables_of(found)
-    assert [column.is_number for column in times.columns] == [False, True, True, True, False, False]
-    assert [column.unit for column in times.columns] == ["", "s", "s", "", "", ""]
+    assert [column.is_number for column in times.columns] == [False, True, True, True, False, False, False]
+    assert [column.unit for column in times.columns] == ["", "s", "s", "", "", "", ""]
     assert [cell.value for cell in times.rows[0][:3]] == [None, 0.1, pytest.approx(0.11)]
     assert not any(column.is_number for column in not_compared.columns)

@@ -119,7 +119,7 @@ def tables_of(comparison: Comparison) -> list[Table]:
                 measures("B", duration, lambda pair: pair.step_time.b, unit="s"),
                 digits("B / A", lambda pair: f"{pair.step_time.ratio:.3f}"),
                 words("interval", lambda pair: _interval(pair.step_time)),
-                digits("smallest shown", lambda pair: _percent(pair.smallest_shown)),
+                words("smallest shown", lambda pair: _percent(pair.smallest_shown)),
                 words("result", _result),
             ],
             sentence=(
