@@ -24,12 +24,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.drawing import COLOURS, MONO, SCHEMES, WIDTH, box, picture, text  # noqa: E402
+from benchmarks.readme_figures import RUN  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 PICTURES = ROOT / "docs" / "pictures"
-
-REPORT_RUN = "4×512, causal"
-"""A run with much to gain: its host cannot keep the GPU busy."""
 
 _TRAINERS = {
     "StandardTrainer": "Standard",
@@ -38,9 +36,10 @@ _TRAINERS = {
     "DPFastGradientClippingTrainer": "DP, fast gradient clipping",
 }
 _MARGIN = 24
+_MODEL = "the model's FLOPs"
 
 
-def printed_summary(run: str = REPORT_RUN) -> list[tuple[str, str]]:
+def printed_summary(run: str = RUN) -> list[tuple[str, str]]:
     """The lines of a run's closing summary: name and value."""
     printed = (RESULTS / "hardware_truth_training.txt").read_text(encoding="utf-8")
     found = re.search(rf"^truemfu\n((?:  .+\n)+?)  {re.escape(run)}: [\d.]+ ms$", printed, re.MULTILINE)
@@ -50,17 +49,25 @@ def printed_summary(run: str = REPORT_RUN) -> list[tuple[str, str]]:
     return [(name, value) for name, value in lines]
 
 
+def report_parts(lines: list[tuple[str, str]]) -> list[tuple[str, float]]:
+    """Where the peak went in points, the model's FLOPs last; parts below one point are one."""
+    split = [value.strip().split(" %  ") for name, value in lines if name == "where the peak went"]
+    parts = [(name, float(points)) for points, name in split]
+    small = [(name, points) for name, points in parts[:-1] if points < 1]
+    rest = [(", ".join(name for name, _ in small), sum(points for _, points in small))] if small else []
+    return [part for part in parts[:-1] if part not in small] + rest + [(_MODEL, parts[-1][1])]
+
+
 def draw_report(scheme: str) -> str:
     """The report of one run: its figures, where the peak went, and the advice."""
     colours, lines = COLOURS[scheme], printed_summary()
     summary = dict(lines)
-    parts = [value.split(" %  ") for name, value in lines if name == "where the peak went"]
-    losses = [(name, float(points)) for points, name in parts if float(points) > 0]
+    parts = report_parts(lines)
     advice = [value for name, value in lines if name == "advice"]
     environment = (RESULTS / "hardware_truth_training.txt").read_text(encoding="utf-8").splitlines()[0]
     date, device, driver, torch, *_ = environment.removeprefix("training: ").split(", ")
-    batch = REPORT_RUN.partition(",")[0].replace("×", " × ")
-    title = f"The report of a run: MFU {summary['MFU, median'].split(' (')[0]}, and what to do next"
+    batch = RUN.partition(",")[0].replace("×", " × ")
+    title = "The report of the same run: its figures, and what to do next"
     drawn = [
         text(_MARGIN, 34, title, colours["text"], size=18, bold=True),
         text(
@@ -72,8 +79,8 @@ def draw_report(scheme: str) -> str:
         ),
     ]
     tiles = {
-        "MFU": (summary["MFU, median"].split("%")[0].strip() + " %", "mfu"),
-        "HFU, by counters": (summary["HFU, median"].split("%")[0].strip() + " %", "hfu"),
+        "MFU, median": (summary["MFU, median"].split("%")[0].strip() + " %", "mfu"),
+        "HFU, median": (summary["HFU, median"].split("%")[0].strip() + " %", "hfu"),
         "step": (summary["step, median"].split(" (")[0], "text"),
         "tokens/s": (summary["tokens/s"].split(" (")[0], "text"),
         "power": (summary["energy"].split(" this")[0], "text"),
@@ -87,20 +94,18 @@ def draw_report(scheme: str) -> str:
             text(left + 14, 127, value, colours[colour], size=22, bold=True),
         ]
     drawn.append(text(_MARGIN, 176, "Where the peak went", colours["text"], size=15, bold=True))
-    total, left = sum(points for _, points in losses), float(_MARGIN)
-    fills = {"busy without tensor work": "largest", "GPU idle": "loss"}
-    for name, points in losses:
-        is_model = name.startswith("the model's FLOPs")
-        fill = colours["mfu"] if is_model else colours[fills.get(name, "peak")]
-        shown = "the model's FLOPs" if is_model else name
-        long = points / total * (WIDTH - 2 * _MARGIN)
+    left, y = float(_MARGIN), 242
+    for name, points in parts:
+        kind = "mfu" if name == _MODEL else "largest" if points == max(p for _, p in parts[:-1]) else "peak"
+        long = points / 100 * (WIDTH - 2 * _MARGIN)
         drawn += [
-            box(left, 190, long - 2, 30, fill),
-            text(left + 2, 240, f"{points:.1f} %", colours["text"], size=13, bold=True),
-            text(left + 2, 258, shown, colours["soft"], size=13),
+            box(left, 190, long - 2, 30, colours[kind]),
+            box(_MARGIN, y - 11, 12, 12, colours[kind]),
+            text(_MARGIN + 72, y, f"{points:.1f} %", colours["text"], size=13, bold=True, anchor="end"),
+            text(_MARGIN + 84, y, name, colours["text"], size=13),
         ]
-        left += long
-    y = 292
+        left, y = left + long, y + 21
+    y += 14
     drawn.append(text(_MARGIN, y, "What to do", colours["text"], size=15, bold=True))
     for sentence in advice:
         y += 6

@@ -66,7 +66,7 @@ def test_runs_here_are_listed_with_how_they_ended(run: Run, tmp_path: Path) -> N
 def test_a_folder_used_twice_says_so(run: Run, tmp_path: Path) -> None:
     for _ in range(2):
         train(tmp_path / "twice")
-    assert "3 rows repeat a step that was logged again" in run("status", "twice").out
+    assert "3 steps were logged twice" in run("status", "twice").out
 
 
 def test_a_folder_without_runs_says_what_to_do(run: Run) -> None:

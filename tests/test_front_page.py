@@ -63,15 +63,31 @@ def test_the_heat_map_has_every_experiment_of_the_sweep() -> None:
     )
 
 
-def test_the_waterfall_ends_at_the_mfu_and_passes_the_hfu_that_the_run_printed() -> None:
-    measured, printed = figures.read_waterfall(), printed_run(figures.RUN)
-    assert f"MFU, median            {measured.mfu:.1f}%\n" in printed
-    assert re.search(rf"executed, by counters .+ HFU {measured.hfu:.1f}%, ", printed)
-    assert sum(measured.parts.values()) == pytest.approx(100)
-    skipped, beyond = measured.parts["masked_attention"], measured.parts["other_executed"]
-    recomputed = measured.parts["recomputation"]
-    parts = f"{measured.mfu} + {recomputed} recomputed − {-skipped} skipped + {beyond} not counted"
-    assert f"{parts} = {measured.hfu}" in " ".join(README.split())
+def drawn_points(name: str) -> list[float]:
+    """The percentages that a picture shows, in its order."""
+    shown = re.findall(r">([−+]?\d+\.\d) %<", read(f"docs/pictures/{name}-light.svg"))
+    return [float(points.replace("−", "-")) for points in shown]
+
+
+def test_what_the_waterfall_shows_adds_up_from_the_peak_to_hfu_and_mfu_as_the_run_printed_them() -> None:
+    (peak, *to_hfu), after = drawn_points("waterfall")[:3], drawn_points("waterfall")[3:]
+    hfu, *to_mfu, mfu = after
+    assert peak == 100
+    assert round(peak + sum(to_hfu), 1) == hfu
+    assert round(hfu + sum(to_mfu), 1) == mfu
+    assert all(points < 0 for points in (*to_hfu, *to_mfu))  # nothing to explain: no gain, and HFU above MFU
+    printed = printed_run(figures.RUN)
+    assert re.search(rf"executed, by counters .+ HFU {hfu:.1f}%, ", printed)
+    assert f"where the peak went     {mfu:.1f} %  the model's FLOPs" in printed
+    assert f"to {hfu} % HFU and {mfu} % MFU" in README
+
+
+def test_the_parts_that_the_report_shows_are_the_whole_peak() -> None:
+    mfu, hfu, *parts = drawn_points("report")
+    assert round(sum(parts), 1) == 100
+    assert all(points > 0 for points in parts)
+    assert f"MFU, median            {mfu:.1f}%" in printed_run(figures.RUN)
+    assert f"HFU, median            {hfu:.1f}%" in printed_run(figures.RUN)
 
 
 def test_the_accuracy_table_is_that_of_the_results_with_date_and_versions() -> None:

@@ -49,6 +49,8 @@ def test_every_name_stands_for_one_model() -> None:
         ("Llama_3.1_8B", "meta-llama/Llama-3.1-8B"),
         ("qwen/qwen3-8b", "Qwen/Qwen3-8B"),
         ("bert", "google-bert/bert-base-uncased"),
+        ("llama3", "meta-llama/Meta-Llama-3-8B"),
+        ("gemma", "google/gemma-2-9b"),
     ],
 )
 def test_names_are_understood_as_people_write_them(text: str, hub: str) -> None:

@@ -457,7 +457,7 @@ def between_steps_notes(share: float | None, forwards: int | None) -> list[str]:
     seen = evaluations(forwards)
     cause = f" ({seen})" if seen else ""
     return [
-        f"{100 * share:.1f} % of the time was spent between steps{cause} and is not known to be data wait: "
+        f"{100 * share:.1f} % of the time passed between steps{cause}, not waiting for a DataLoader: "
         f"{_HINTS['idle_between_steps']}"
     ]
 
@@ -498,21 +498,21 @@ _HINTS = {
     "idle": "the host is too slow for the GPU: look for synchronisations and many tiny kernels",
     "idle_data_wait": "more loader workers, prefetching or faster storage",
     "idle_between_steps": (
-        "evaluation, checkpoints or generation, which `with monitor.pause():` leaves out of step times, or a "
-        "source of batches that is not a DataLoader, which `monitor.data(…)` measures"
+        "evaluation, checkpoints, logging, or batches from another source than a torch DataLoader (to "
+        "measure them apart, use a TrainingMonitor in the script: its `pause` and `data`)"
     ),
     "idle_launch_gaps": "torch.compile, CUDA graphs or a larger batch leave fewer, longer kernels",
     "idle_other": (
         "the launch queue runs dry: torch.compile, CUDA graphs or a larger batch; no .item() within the step"
     ),
     "no_tensor": (
-        "elementwise work, normalisation, the optimizer (torch.compile and fused AdamW make it less), and "
+        "elementwise work, normalisation, the optimizer (torch.compile and fused AdamW reduce it), and "
         "products that wait for memory (a larger batch or wider layers)"
     ),
     "no_tensor_unfilled": "kernels too small for this many SMs: a larger batch or fewer, larger products",
     "below_rate": "kernels without a product on the tensor pipe, or products in a slower dtype",
     "other_executed": "cause unknown: run `truemfu audit`",
-    "tile_padding": "make sizes multiples of 128, the vocabulary above all",
+    "tile_padding": "make sizes multiples of 128, above all the vocabulary size",
     "recomputation": "checkpoint fewer layers, or only what is cheap to recompute, where memory allows",
     "padding_tokens": "pack sequences or batch by length",
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from fake_ncu import EXECUTED, STEP, STEP_COUNT
@@ -29,7 +30,7 @@ AUDIT = (
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "audit.json"
-    audit = audit_of(parse_ncu_csv(STEP), STEP_COUNT).as_dict()
+    audit = msgspec.to_builtins(audit_of(parse_ncu_csv(STEP), STEP_COUNT))
     path.write_text(json.dumps({**audit, "is_a_step": True}), encoding="utf-8")
     return path
 

@@ -146,7 +146,7 @@ def test_a_time_that_is_no_time_is_one_clear_line(seconds: float) -> None:
 @pytest.mark.parametrize("device", ["gpu please", "xpu", 7])
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator here")
 def test_a_device_that_is_not_there_is_one_clear_line(device: str | int) -> None:
-    with pytest.raises(UsageError, match=r"device|accelerator"):
+    with pytest.raises(UsageError, match="device"):
         measure_ceiling(device)
 
 

@@ -239,20 +239,20 @@ def test_a_window_is_moved_by_half_the_lag() -> None:
 
 
 def test_raw_cycles_of_a_piece_are_its_share() -> None:
-    whole = part(0.0, 1.0, sm_clock_hz=1e9, cycles=Cycles(elapsed=1e9, hmma=4e8))
+    whole = part(0.0, 1.0, sm_clock_hz=1e9, cycles=Cycles(elapsed=1e9))
     piece = between([whole], 0.25, 0.75, lag_s=0.0)
     assert piece is not None
-    assert piece.cycles == Cycles(elapsed=5e8, hmma=2e8)
+    assert piece.cycles == Cycles(elapsed=5e8)
 
 
 def test_raw_cycles_are_counted_between_samples_and_added_in_windows() -> None:
-    counts = [Cycles(elapsed=100.0 * n, hmma=30.0 * n) for n in (1, 2, 3)]
+    counts = [Cycles(elapsed=100.0 * n) for n in (1, 2, 3)]
     samples = [sample(float(n), cycles=count) for n, count in enumerate(counts)]
     parts = [interval_of(a, b, GPU) for a, b in pairwise(samples)]
-    assert parts[0].cycles == Cycles(elapsed=100.0, hmma=30.0)
+    assert parts[0].cycles == Cycles(elapsed=100.0)
     both = combine(parts)
     assert both is not None
-    assert both.cycles == Cycles(elapsed=200.0, hmma=60.0)
+    assert both.cycles == Cycles(elapsed=200.0)
 
 
 def test_raw_cycles_that_do_not_grow_are_not_taken() -> None:

@@ -51,8 +51,8 @@ def test_operators_as_the_h200_printed_them() -> None:
     found = [
         (
             {dtype: flops for dtype, flops in (launch.tensor_flops() or {}).items() if flops},
-            launch.cycles(PIPE_METRIC),
-            launch.cycles(MATRIX_METRIC),
+            launch.metrics.get(PIPE_METRIC),
+            launch.metrics.get(MATRIX_METRIC),
         )
         for launch in launches
     ]
@@ -78,8 +78,8 @@ def test_a_whole_step_as_the_h200_printed_it() -> None:
     assert len(launches) == 194
     assert {launch.process_id for launch in launches} == {STEP_PROCESS}
     assert sum((launch.tensor_flops() or {})["bf16"] for launch in launches) == 2_101_044_314_112
-    assert sum(launch.cycles(PIPE_METRIC) or 0 for launch in launches) == 2_088_614_782
-    assert sum(launch.cycles(MATRIX_METRIC) or 0 for launch in launches) == 2_051_873_238
+    assert sum(launch.metrics.get(PIPE_METRIC) or 0 for launch in launches) == 2_088_614_782
+    assert sum(launch.metrics.get(MATRIX_METRIC) or 0 for launch in launches) == 2_051_873_238
 
 
 def test_a_row_for_each_metric() -> None:
@@ -91,7 +91,7 @@ def test_a_row_for_each_metric() -> None:
     ]
     assert launches[0].metrics == {BF16: CUBE, FP8: None}
     assert [launch.tensor_flops() for launch in launches] == [{"bf16": CUBE}, {"bf16": 0}, None]
-    assert launches[0].cycles(PIPE_METRIC) is None
+    assert launches[0].metrics.get(PIPE_METRIC) is None
 
 
 def test_tables_of_several_processes_follow_each_other() -> None:
@@ -146,8 +146,8 @@ def test_a_locale_with_points_gives_the_same_step() -> None:
     assert '"279.038.656.512"' in german
     ours, theirs = parse_ncu_csv(STEP), parse_ncu_csv(german)
     assert [launch.tensor_flops() for launch in theirs] == [launch.tensor_flops() for launch in ours]
-    assert [launch.cycles(PIPE_METRIC) for launch in theirs] == [
-        launch.cycles(PIPE_METRIC) for launch in ours
+    assert [launch.metrics.get(PIPE_METRIC) for launch in theirs] == [
+        launch.metrics.get(PIPE_METRIC) for launch in ours
     ]
 
 

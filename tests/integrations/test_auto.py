@@ -282,6 +282,61 @@ def test_the_loss_is_what_backward_starts_from(monkeypatch: pytest.MonkeyPatch) 
     assert losses.take() is None
 
 
+def test_losses_of_micro_batches_are_added_until_an_optimizer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.autograd, "backward", torch.autograd.backward)
+    monkeypatch.setattr(torch.amp.GradScaler, "scale", torch.amp.GradScaler.scale)
+    losses = SeenLosses()
+    losses.install()
+    weight = nn.Parameter(torch.tensor(3.0, dtype=torch.bfloat16))
+
+    def backward(*values: float) -> None:
+        for value in values:
+            (value / 3 * weight).backward()
+
+    backward(2.0, 3.0, 1.0)
+    loss = losses.take()
+    assert loss is not None
+    assert loss.dtype is torch.float32  # many small losses are not lost in a sum of 8 bits
+    assert loss.item() == pytest.approx(6.0, rel=0.01)
+    backward(4.0)  # a critic, and its optimizer's step
+    losses.step_begins()
+    losses.step_ended()
+    backward(1.0, 2.0)  # then the generator
+    losses.step_begins()
+    backward(5.0, 8.0)  # its optimizer calls a closure twice
+    losses.step_ended()
+    assert losses.take().item() == pytest.approx(8.0, rel=0.01)  # type: ignore[union-attr]
+
+
+def test_models_of_one_class_are_named_after_the_variables_that_hold_them(script: Script) -> None:
+    generator = model()
+
+    class Judge:
+        def __init__(self) -> None:
+            self.critic = model()
+            self.optimizers = [script.optimizer(generator), script.optimizer(self.critic)]
+
+    judge = Judge()
+    for _ in range(2):
+        for trained, optimizer in zip((generator, judge.critic), judge.optimizers, strict=True):
+            train(trained)
+            optimizer.step()
+    assert [name for name in script.rows()[0] if name.startswith("perf/mfu/")] == [
+        "perf/mfu/generator",
+        "perf/mfu/critic",
+    ]
+
+
+def test_models_that_no_variable_holds_are_numbered(script: Script) -> None:
+    held = [model(), model()]
+    optimizers = [script.optimizer(each) for each in held]
+    for trained, optimizer in zip(held, optimizers, strict=True):
+        train(trained)
+        optimizer.step()
+    named = {name for name in script.rows()[0] if name.startswith("perf/mfu/")}
+    assert named == {"perf/mfu/Sequential_0", "perf/mfu/Sequential_1"}
+
+
 def test_settings_travel_through_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = RunSettings(output="/somewhere", mode="estimate", trackers=("tensorboard",), began_s=1.5)
     given = settings.environment({"PYTHONPATH": "/own", "A": "b"})

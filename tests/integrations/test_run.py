@@ -205,6 +205,12 @@ def test_a_plain_loop(case: Case, tmp_path: Path) -> None:
     check(case, tmp_path)
 
 
+def test_the_loss_of_a_step_is_that_of_all_its_micro_batches(tmp_path: Path) -> None:
+    alone, run = alone_and_watched([sys.executable, str(SCRIPTS / "accumulation.py")], tmp_path)
+    printed = [float.fromhex(loss) for loss in re.findall(r"loss (\S+)", alone.stdout)]
+    assert [row["training/loss"] for row in run.rows()] == pytest.approx(printed, rel=1e-6)
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_script(case: Case, tmp_path: Path) -> None:
     check(case, tmp_path)
@@ -253,6 +259,8 @@ def test_a_gan_with_two_optimizers_is_measured_model_by_model(tmp_path: Path) ->
         "Discriminator": [judged] * script.ITERATIONS,
         "both": [own + judged] * script.ITERATIONS,
     }, run.stderr
+    of_generator = [float.fromhex(loss) for loss in re.findall(r"Loss_G: (\S+)", alone.stdout)]
+    assert [row["training/loss"] for row in rows] == of_generator  # the optimizer that stepped last
 
 
 def test_actor_and_critic_are_measured_and_their_targets_are_not(tmp_path: Path) -> None:
@@ -566,6 +574,16 @@ def test_the_help_names_every_mode() -> None:
         [sys.executable, "-m", "truemfu", "run", "--help"], capture_output=True, text=True, check=True
     )
     assert all(re.search(rf"\b{mode}\b", shown.stdout) for mode in MODES)
+
+
+def test_a_folder_that_holds_a_run_is_named_before_another_one_is_added_to_it(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    assert ended(watched([sys.executable, "-c", ""], folder), tmp_path, folder).stderr.count("already") == 0
+    folder.mkdir(exist_ok=True)
+    (folder / "training_run.json").write_text("{}")
+    again = ended(watched([sys.executable, "-c", ""], folder), tmp_path, folder)
+    assert again.code == 0
+    assert f"{folder} holds a run already" in again.stderr
 
 
 def faulty(how: str) -> list[str]:

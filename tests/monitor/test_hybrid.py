@@ -378,6 +378,23 @@ def test_on_a_cpu_the_profiler_takes_over_and_it_is_said(model: nn.Module, tmp_p
     assert rows_in(tmp_path)[-1]["perf/hfu_method"] == "profiler"
 
 
+@pytest.mark.parametrize("has_counters", [True, False])
+def test_the_mode_auto_is_hybrid_where_there_are_counters(
+    has_counters: bool, counters: Callable[..., Live], model: nn.Module, tmp_path: Path
+) -> None:
+    """The default of `truemfu run`; without counters nothing is said of them on a CPU."""
+    if has_counters:
+        counters()
+    monitor = TrainingMonitor(tmp_path, settings(mfu_calculation_mode="auto", peak_tflops=900), model=model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(monitor, model, lambda: monitor.summary()["hardware"] is not None or not has_counters)
+    monitor.close()
+    assert monitor.summary()["mode"] == ("hybrid" if has_counters else "smart")
+    assert (monitor.summary()["hardware"] is not None) == has_counters
+    assert monitor.summary()["notes"] == []
+
+
 def test_mfu_of_the_measured_peak_stands_beside(model: nn.Module, tmp_path: Path) -> None:
     given = {"monitoring": {"peak_tflops": 900, "measured_peak_tflops": 600}}
     monitor = TrainingMonitor(tmp_path, given, model=model)

@@ -582,7 +582,7 @@ def test_at_exit_everything_is_written_and_summed_up(tmp_path: Path) -> None:
     assert len(rows_in(tmp_path)) == 7
     assert "MFU, median" in done.stderr
     assert "monitor's own cost" in done.stderr
-    assert f"{OBSERVED}; a multiply-add is 2; attention counts all pairs" in done.stderr
+    assert f"{OBSERVED}; a multiply-add is 2 FLOPs; attention counts all pairs" in done.stderr
 
 
 @pytest.mark.parametrize(

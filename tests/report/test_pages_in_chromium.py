@@ -99,7 +99,8 @@ def pair(name: str, ratio: float, low: float, high: float, verdict: str, *, is_b
     seconds = ComparedFigure(name="step_time_median_s", a=0.1, b=0.1 * ratio, ratio=ratio, low=low, high=high)
     return Pair(
         name=name, runs_a=1, runs_b=1, steps_a=100, steps_b=100, independent_steps_a=90.0,
-        independent_steps_b=80.0, verdict=verdict, is_beyond_limit=is_beyond, figures=[seconds],
+        independent_steps_b=80.0, verdict=verdict, is_beyond_limit=is_beyond,
+        smallest_shown=0.05, is_unsure=False, figures=[seconds],
     )  # fmt: skip
 
 
@@ -142,6 +143,17 @@ def test_charts_are_drawn_nothing_sticks_out_and_nothing_is_requested(browser: B
         assert browser.run("document.documentElement.scrollWidth - document.documentElement.clientWidth") <= 0
         assert browser.problems == []
         assert browser.requests == [page.as_uri()]
+
+
+def test_on_a_phone_what_two_runs_were_is_read_without_scrolling(browser: Browser, runs_page: Path) -> None:
+    browser.open(runs_page, 390)
+    edges = browser.run(
+        "[...document.querySelectorAll('#facts td:last-child, #figures td:last-child')]"
+        ".map((cell) => cell.getBoundingClientRect().right)"
+    )
+    assert edges
+    assert max(edges) <= 390
+    assert texts(browser, ".across") == ["step"] * len(texts(browser, ".chart figcaption b"))
 
 
 def test_a_comparison_draws_each_ratio_between_the_ends_of_its_interval(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from markup import bare
 from truemfu.records import CaseResult, Environment, RunRecord, RunSummary, Status
 from truemfu.report.run.load import load_run
 from truemfu.report.run.log_rows import LogRow, LogRows
+from truemfu.report.run.log_summary import results_of
+from truemfu.report.run.page import write_run_page
 from truemfu.report.run.side_by_side import write_runs_page
 from truemfu.report.run.verdict import verdict
 from truemfu.report.run.worst_steps import worst_steps
@@ -173,3 +176,47 @@ def test_runs_on_unlike_devices_share_the_chart_of_their_losses_only(
     assert titles[0] == "Loss"
     assert [title.split(", ")[1] for title in titles[1:]] == ["cpu", "NVIDIA H200"] * 2
     assert "The runs used different devices (cpu, NVIDIA H200)" in page
+
+
+def test_two_runs_have_a_ratio_for_each_figure_and_the_faster_one_is_named(
+    run_folder: Path, change_run: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    def slower(run: dict[str, Any]) -> None:
+        run["summary"].update(median_tokens_per_second=None, median_samples_per_second=50.0)
+
+    def faster(run: dict[str, Any]) -> None:
+        run["summary"].update(median_tokens_per_second=None, median_samples_per_second=75.0)
+
+    change_run(slower)
+    first = load_run(run_folder)
+    change_run(faster)
+    page = write_runs_page(tmp_path / "runs.html", [first, load_run(run_folder)]).read_text("utf-8")
+    text = bare(page)
+    assert re.search(r"Highest median samples/s: \S+ with 75; \S+ 50\.", text)
+    assert "The ratio is" in text
+    row = page.split('<td class="left">samples/s</td>')[1].split("</tr>")[0]
+    assert re.findall(r"<td>(.*?)</td>", row) == ["50", "75", "1.500"]
+    three = bare(write_runs_page(tmp_path / "3.html", [first, first, first]).read_text("utf-8"))
+    assert ">ratio<" not in three
+
+
+def test_an_mfu_that_is_partly_estimated_is_marked_wherever_it_is_shown(
+    run_folder: Path, change_run: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    methods = {"count of observed steps": 15, "estimate": 5}
+    change_run(lambda run: run["summary"].update(methods=methods))
+    run = load_run(run_folder)
+    page = bare(write_run_page(tmp_path / "run.html", run).read_text("utf-8"))
+    lead, sentence = re.search(r'class="lead">(.*?)</p>', page), verdict(results_of(run), [], None)[0][0]
+    assert lead is not None
+    assert re.search(r"MFU \S+ % \(partly estimated\)", lead[1])
+    assert re.search(r"MFU \S+ % \(partly estimated\)", sentence)
+    assert "the model&#39;s work, estimated from its structure in 5 of 20 steps, else by the count" in page
+    assert "<b>MFU and HFU (partly estimated), %</b>" in page
+    assert "count of observed steps (15 steps), estimate (5 steps)" in page
+    side_by_side = write_runs_page(tmp_path / "runs.html", [run, run]).read_text("utf-8")
+    row = side_by_side.split('<td class="left">MFU, median</td>')[1].split("</tr>")[0]
+    assert row.count("(partly estimated)") == 2
+    assert re.search(
+        r"The same median MFU in all runs that have one: \S+ % \(partly estimated\)", side_by_side
+    )

@@ -149,11 +149,11 @@ LARGE = """
 import json, os, resource, sys
 from truemfu.trackers.file import JsonArrayFile
 path, rows, is_damaged = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "damaged"
-values = {f"perf/value_{number}": number / 7 for number in range(8)}
+values = json.dumps({f"perf/value_{number}": number / 7 for number in range(8)})[1:]
 with open(path, "w") as file:
     file.write("[")
     for step in range(rows):
-        file.write((",\\n" if step else "\\n") + json.dumps({"global_step": step, **values}))
+        file.write((",\\n" if step else "\\n") + f'{{"global_step": {step}, {values}')
         if is_damaged and step % 1000 == 500:
             file.write(";")
     file.write("\\n]\\n")

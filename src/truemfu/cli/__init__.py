@@ -61,7 +61,8 @@ def cli(context: click.Context) -> None:
     \b
     Any training, without a line of code:
         truemfu run train.py --epochs 3            also torchrun, accelerate, srun: truemfu run -- torchrun …
-        truemfu status DIR                         while it runs
+        truemfu status                             the runs in this folder, running or ended
+        truemfu report DIR -o report.html          an HTML report of one
     \b
     The work of one training step, exact, without a GPU and without weights:
         truemfu count 1b --batch 4 --seq 512
@@ -86,7 +87,7 @@ def cli(context: click.Context) -> None:
         truemfu report out -o report.html
         truemfu compare main branch --max-regression 5    whether a run or a sweep became slower
 
-    MFU is the first divided by step time and peak. In Python: from truemfu import count_flops.
+    MFU = the model's FLOPs / (step time x peak FLOP/s). In Python: from truemfu import count_flops.
     """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())

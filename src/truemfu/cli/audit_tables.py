@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
@@ -27,7 +28,7 @@ def show_audit(result: Audit, top: int, as_json: bool, *, is_a_step: bool = True
     verdict = _verdict(result, check)
     if as_json:
         comparison = {"crosscheck": None if check is None else check.as_dict(), "verdict": verdict}
-        print_json({**result.as_dict(), **comparison, "is_a_step": is_a_step})
+        print_json({**msgspec.to_builtins(result), **comparison, "is_a_step": is_a_step})
         return 0
     console = output()
     console.print(_fitted_table(console, result, top))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ..errors import UsageError
 from ..text import on_one_line
 from .console import (
     FilePath,
@@ -26,7 +27,7 @@ from .options import format_option
 if TYPE_CHECKING:
     from ..report.compare.compare import Comparison
 
-_BEYOND_LIMIT = 1
+_BEYOND_LIMIT, _UNSURE = 1, 3
 _SUFFIXES = (".html", ".md", ".json")
 _WIDTH = 80
 
@@ -47,6 +48,11 @@ def _fraction(context: click.Context, param: click.Parameter, value: float | Non
     callback=_fraction,
     metavar="PERCENT",
     help="Exit with 1 if B is shown to be slower, by more than this.",
+)
+@click.option(
+    "--fail-if-unsure",
+    is_flag=True,
+    help="Exit with 3 if the data cannot show a slow-down by --max-regression.",
 )
 @click.option(
     "--run-to-run",
@@ -70,6 +76,7 @@ def compare(
     a: Path,
     b: Path,
     max_regression: float | None,
+    fail_if_unsure: bool,
     run_to_run: float | None,
     output_path: Path | None,
     shown_as: str,
@@ -93,12 +100,15 @@ def compare(
         0   compared; no slow-down beyond --max-regression was shown
         1   B is slower beyond --max-regression, or an experiment of A failed in B
         2   not comparable (another device, dtype, model, batch or convention), or too few steps
+        3   with --fail-if-unsure: cannot tell, the data is too noisy or too little for --max-regression
     """
     from ..report.compare.compare import compare as compare_sides
     from ..report.compare.load import load_side
     from ..report.compare.texts import json_text, markdown
     from ..report.folder import refuse_input
 
+    if fail_if_unsure and max_regression is None:
+        raise UsageError("--fail-if-unsure needs --max-regression, the slow-down that must be found")
     check_suffix(output_path, _SUFFIXES)
     sides = load_side(a), load_side(b)
     found = compare_sides(*sides, max_regression=max_regression, run_to_run=run_to_run)
@@ -114,6 +124,8 @@ def compare(
             _show(found)
     if not found.is_within_limit:
         raise click.exceptions.Exit(_BEYOND_LIMIT)
+    if fail_if_unsure and found.unsure:
+        raise click.exceptions.Exit(_UNSURE)
 
 
 def _show(found: Comparison) -> None:

@@ -11,7 +11,7 @@ _SHELLS = ("bash", "zsh", "fish")
 _VARIABLE = "_TRUEMFU_COMPLETE"
 
 
-@click.command(short_help="The script that completes commands in bash, zsh or fish.")
+@click.command(short_help="Print the completion script for bash, zsh or fish.")
 @click.argument("shell", type=click.Choice(_SHELLS))
 @debug_option
 @click.pass_context

@@ -11,7 +11,7 @@ from click.shell_completion import CompletionItem
 
 from ..convention import Attention, Convention
 from ..errors import UsageError
-from ..known_models import known_models
+from ..known_models import COMPARED, known_models
 from ..sweep.sizes import SIZES
 from .console import (
     SafeConsole,
@@ -51,6 +51,7 @@ def _list_models(context: click.Context, parameter: click.Parameter, is_wanted: 
     for model in known_models():
         names.add_row(model.name, " ".join(model.also), model.hub, f"{model.parameters:,}")
     output().print(names)
+    say(f"Numbers from each model's config.json on huggingface.co; {COMPARED}.")
     context.exit()
 
 

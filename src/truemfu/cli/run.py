@@ -39,7 +39,8 @@ _FOLDER = "truemfu-runs"
 @click.option(
     "--mode",
     metavar="MODE",
-    help="How FLOPs are found: smart, hybrid, profiler or estimate (docs/monitor.md).  [default: smart]",
+    help="How FLOPs are found: smart, hybrid, profiler or estimate (docs/monitor.md).  [default: hybrid on a "
+    "GPU whose counters can be read, else smart]",
 )
 @click.option(
     "--tracker",
@@ -68,7 +69,7 @@ def run(
         truemfu run train.py --epochs 3                    short for: python train.py --epochs 3
         truemfu run -m mypackage.train --epochs 3          short for: python -m mypackage.train --epochs 3
         truemfu run -o runs/a -- torchrun --nproc-per-node 8 train.py
-        truemfu run --mode hybrid -- accelerate launch train.py
+        truemfu run --tracker wandb -- accelerate launch train.py
 
     \b
     While it runs, and afterwards
@@ -79,12 +80,13 @@ def run(
     126 if it cannot be run, 2 for a wrong option.
     """
     from ..integrations.run_settings import RunSettings, python_command
-    from ..monitor.config import MODES, load_config
+    from ..monitor.config import AUTO, MODES, load_config
+    from ..report.run.load import holds_run
     from ..trackers.table import check_tracker
 
     trackers = separated(trackers)
-    if mode is not None and mode not in MODES:
-        raise UsageError(f"--mode must be one of {', '.join(MODES)}; got {mode!r}")
+    if mode not in (None, AUTO, *MODES):
+        raise UsageError(f"--mode must be one of {', '.join((AUTO, *MODES))}; got {mode!r}")
     if command and command[0].startswith("-") and command[:1] != ("-m",):
         raise click.NoSuchOption(command[0])
     if command == ("-m",):
@@ -100,6 +102,12 @@ def run(
         folder = output or _default_folder(command)
         if taken := next((p for p in (folder, *folder.absolute().parents) if p.is_file()), None):
             raise UsageError(f"{taken} is not a folder: give --output another name")
+        if holds_run(folder):
+            say(
+                f"truemfu: {folder} holds a run already: this one is appended to its log. If it does not "
+                "continue that run, give another --output.",
+                err=True,
+            )
         for tracker in trackers:
             check_tracker(tracker)
         override_flops_per_s()

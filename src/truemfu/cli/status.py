@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from ..records import RunSummary
     from ..report.run.load import LoadedRun
 
-_SHOWN = ("step, median", "MFU, median", "HFU, median", "tokens/s")
+_SHOWN = ("step, median", "MFU, median", "model FLOP/s, median", "HFU, median", "tokens/s", "samples/s")
 
 
-@click.command(short_help="A run now or afterwards: its last steps, MFU and age; or all runs here.")
+@click.command(short_help="A run, running or ended; without a folder: a list of the runs here.")
 @click.argument("folder", metavar="[DIR]", required=False, type=FilePath())
 @json_option
 @debug_option
@@ -61,7 +61,7 @@ def status(folder: Path | None, as_json: bool) -> None:
         ("FLOPs by", summary.method or "nothing yet"),
     ]
     for label, text in lines:
-        say(f"  {label:14}{text}")
+        say(f"  {label:22}{text}")
     for note in run.notes:
         say(f"note: {note}")
 
@@ -71,6 +71,8 @@ def _list_runs(as_json: bool) -> None:
     from ..errors import TruemfuError, UsageError
     from ..report.run.load import holds_run, load_run
     from ..report.run.log_summary import summary_of_log
+    from ..run_summary.texts import mfu_text
+    from ..text import flop_rate
 
     here = Path()
     folders = [here, *sorted(here.glob("*/")), *sorted(here.glob("*/*/"))]
@@ -78,7 +80,8 @@ def _list_runs(as_json: bool) -> None:
     for folder in filter(holds_run, folders):
         try:
             run = load_run(folder)
-            states.append(_state_of(run, summary_of_log(run.rows)))
+            summary = summary_of_log(run.rows)
+            states.append((_state_of(run, summary), summary))
         except TruemfuError as error:
             say(f"note: {error}", err=True)
     if not states:
@@ -86,21 +89,19 @@ def _list_runs(as_json: bool) -> None:
             "no run in this folder or two levels below: give its folder, truemfu status DIR, or make one, "
             "truemfu run train.py"
         )
-    states.sort(key=lambda state: state["started_at"] or "")
+    states.sort(key=lambda found: found[0]["started_at"] or "")
     if as_json:
-        print_json(states)
+        print_json([state for state, _ in states])
         return
-    runs = table("run", "started", "steps", "MFU", "")
+    runs = table("run", "started", "steps", "MFU or FLOP/s", "")
     runs.columns[-1].justify = "left"
-    for state in states:
-        mfu = state["median_mfu"]
+    for state, summary in states:
+        rate = summary.median_tflops_per_gpu
         runs.add_row(
             state["folder"],
             (state["started_at"] or "unknown")[:16].replace("T", " "),
             f"{state['steps']:,}",
-            "unknown"
-            if mfu is None
-            else f"{mfu:.1%}" + (" estimated" if state["method"] == "estimate" else ""),
+            mfu_text(summary) if rate is None or summary.median_mfu is not None else flop_rate(1e12 * rate),
             state["state"],
         )
     output().print(runs)

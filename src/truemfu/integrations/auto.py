@@ -2,7 +2,7 @@
 
     an optimizer is made ──► the models that hold its parameters ──► watched: the outermost calls in them
     torch.compile(model) ──► the compiled model is watched instead; of other wrappers (DDP) the model inside
-    optimizers have updated all of their parameters ──► log_step: loss of the last backward, learning rate
+    optimizers have updated all of their parameters ──► log_step: loss of their backwards, learning rate
 
 A step ends when every optimizer of the script has stepped (`seen_optimizers.py`). A script with a monitor of
 its own is left alone. Nothing here raises into the script, reads a device value or replaces a method of the
@@ -26,12 +26,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..errors import TruemfuError, one_line
 from ..monitor import created
 from ..monitor.ranks.this_rank import launched
-from .find_models import models_with, parameters_of
+from .find_models import models_with, names_in_script, parameters_of
 from .guarded import noting
 from .run_settings import RunSettings, say
 from .seen_losses import SeenLosses
@@ -55,7 +55,7 @@ class AutoMonitor:
         self._models: list[weakref.ref[nn.Module]] = []
         self._monitor: Any = None
         self._is_off = self._is_opening = False
-        self._why_nothing = "no optimizer of torch.optim was made"
+        self._why_nothing = "no torch.optim optimizer was created"
         self._seen_batches = False
         """Whether the last step had a batch."""
         self.steps = 0
@@ -74,6 +74,7 @@ class AutoMonitor:
         )
         nn.Module.compile = auto._followed(nn.Module.compile, auto._compiled)  # type: ignore[method-assign]
         torch.compile = noting(auto._torch_compiled, torch.compile)
+        register_optimizer_step_pre_hook(auto._on_step_begin)
         register_optimizer_step_post_hook(auto._on_step)
 
     @classmethod
@@ -100,7 +101,7 @@ class AutoMonitor:
             work(*args)
         except Exception as error:
             text = str(error) if isinstance(error, TruemfuError) else one_line(error)
-            say(f"this process is not watched any more: {text}")
+            say(f"stopped watching this process: {text}")
             self._turn_off(f"the monitor failed: {text}")
 
     def _turn_off(self, why: str) -> None:
@@ -130,7 +131,7 @@ class AutoMonitor:
         return call
 
     def _optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
-        self._why_nothing = "no optimizer made a step"
+        self._why_nothing = "no optimizer stepped"
         self._optimizers.add(optimizer)
         if not torch.compiler.is_compiling():
             self._find_models_of(optimizer)
@@ -164,19 +165,19 @@ class AutoMonitor:
                 "and there is no MFU"
             )
         elif models:
-            self._monitor.attach(CalledModels(*models))
+            self._monitor.attach(CalledModels(*models, names=names_in_script(models)))
         else:
             self._monitor.notice(
-                "no model was found: the optimizer's parameters belong to no torch.nn.Module, or to one that "
-                "gc.freeze() hides; there is no MFU"
+                "no MFU: no model was found (the optimizer's parameters belong to no torch.nn.Module, or to "
+                "one that gc.freeze() hides)"
             )
 
     def _opened_monitor(self) -> Any:
-        from ..monitor.config import load_config
+        from ..monitor.config import AUTO, load_config
         from ..monitor.monitor import TrainingMonitor
 
         settings = self._settings
-        config = load_config(settings.config)
+        config = load_config(settings.config, default_mode=AUTO)
         if settings.mode is not None:
             config = replace(config, mode=settings.mode)
         self._is_opening = True
@@ -190,8 +191,8 @@ class AutoMonitor:
     def _at_exit(self) -> None:
         if self._monitor.has_batches and not self.steps:
             self._monitor.notice(
-                "forward passes were seen, but no step of an optimizer, so there are no rows: one inside a "
-                "compiled function is not seen"
+                "forward passes were seen, but no optimizer step, so nothing was logged (a step inside a "
+                "compiled function is not seen)"
             )
 
     def _pause(self, kind: str) -> AbstractContextManager[None]:
@@ -210,8 +211,13 @@ class AutoMonitor:
         elif any(id(module) in inside for model in models for module in model.modules()):
             self._watch(models, [])  # a part of one: its compiled call is seen from outside
 
+    def _on_step_begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._losses.step_begins()
+
     def _on_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling() and not self._is_off:
+            self._losses.step_ended()
             self._guarded(self._stepped_by, optimizer)
 
     def _stepped_by(self, optimizer: torch.optim.Optimizer) -> None:

@@ -9,11 +9,15 @@ copied or loaded in any way. That happens when an optimizer is made, not in a st
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
+
+from ..flops import unwrap
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -44,6 +48,38 @@ def models_with(parameters: Iterable[torch.Tensor]) -> list[nn.Module]:
         if not outer:
             outermost[id(module)] = module
     return list(outermost.values())
+
+
+def names_in_script(models: Sequence[nn.Module]) -> list[str]:
+    """A name for each model: its class, or, of several of one class, the variable or attribute that holds it.
+
+    Looked for in the functions that are running now, the outermost first. Empty where a name is not found.
+    """
+    classes = [type(unwrap(model)).__name__ for model in models]
+    held: dict[int, str] = {}
+    for name, value in _variables(sys._getframe(1)):
+        if nn.Module in type(value).__mro__:
+            held.setdefault(id(unwrap(value)), name)
+    names = [
+        name if classes.count(name) == 1 else held.get(id(unwrap(model)), "")
+        for name, model in zip(classes, models, strict=True)
+    ]
+    return names if all(names) and len(set(names)) == len(names) else []
+
+
+def _variables(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
+    """Names and values of a call stack from its outermost frame on, with the attributes of each `self`."""
+    frames, own = [], __name__.partition(".")[0] + "."
+    while frame is not None:
+        if not str(frame.f_globals.get("__name__")).startswith(own):
+            frames.append(frame)
+        frame = frame.f_back
+    for found in reversed(frames):
+        for name, value in list(found.f_locals.items()):
+            yield name, value
+            has_attributes = name == "self" and type(value).__dictoffset__
+            inside = value if type(value) is dict else vars(value) if has_attributes else {}
+            yield from ((key, held) for key, held in list(inside.items()) if isinstance(key, str))
 
 
 def _all_modules() -> list[nn.Module]:

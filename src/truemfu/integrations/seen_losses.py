@@ -1,7 +1,11 @@
-"""The loss of a step where nothing passes it to the monitor: the number that `backward` starts from.
+"""The loss of a step where nothing passes it to the monitor: the sum of what `backward` starts from.
 
-A scaled loss is taken as it was before `GradScaler.scale`. The tensor is only referred to here: the monitor
-reads it later, without waiting for the device.
+    optimizer.step ──► (loss / 2).backward() ──► (loss / 2).backward() ──► optimizer.step: the step's loss
+
+Its gradient is what the optimizer applies, and a Trainer logs the same sum for a step of several
+micro-batches. Of an optimizer that calls a closure several times in one step, the last call counts. A scaled
+loss is taken as it was before `GradScaler.scale`. Losses are added on their device: the monitor reads the sum
+later, without waiting for it.
 """
 
 from __future__ import annotations
@@ -16,10 +20,12 @@ from ..torch_private.dispatch import hidden_from_modes
 
 
 class SeenLosses:
-    """The loss of the last backward pass; None if it did not start from one number."""
+    """The loss of the step in progress; None if no backward pass started from one number."""
 
     def __init__(self) -> None:
-        self._last: torch.Tensor | None = None
+        self._sum: torch.Tensor | None = None
+        self._is_stepping = self._is_applied = False
+        """Whether an optimizer is in its step, and whether one has applied the gradient of this sum."""
         self._scaled: tuple[Any, Any] = (None, None)
 
     def install(self) -> None:
@@ -29,13 +35,21 @@ class SeenLosses:
 
     def take(self) -> torch.Tensor | None:
         """The loss of the step that ends now."""
-        last, self._last, self._scaled = self._last, None, (None, None)
-        return last
+        loss, self._sum, self._scaled = self._sum, None, (None, None)
+        return loss
+
+    def step_begins(self) -> None:
+        """An optimizer steps: what its closure differentiates is not added to earlier losses."""
+        self._is_stepping = True
+
+    def step_ended(self) -> None:
+        """An optimizer has stepped: the next backward pass belongs to another gradient."""
+        self._is_stepping, self._is_applied = False, True
 
     def _following_backward(self, backward: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(backward)
         def following(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            self._last = self._loss_in(tensors)
+            self._add(self._loss_in(tensors))
             return backward(tensors, *args, **kwargs)
 
         return following
@@ -48,6 +62,17 @@ class SeenLosses:
             return scaled
 
         return following
+
+    def _add(self, loss: torch.Tensor | None) -> None:
+        if loss is None:
+            return
+        earlier, is_new = self._sum, self._is_applied or self._is_stepping
+        self._is_applied = False
+        if earlier is None or is_new or earlier.device != loss.device:
+            self._sum = loss
+            return
+        with hidden_from_modes():
+            self._sum = earlier.float() + loss.float()
 
     def _loss_in(self, tensors: Any) -> torch.Tensor | None:
         if isinstance(tensors, (list, tuple)) and len(tensors) == 1:

@@ -80,7 +80,8 @@ def _closing_line(settings: RunSettings) -> None:
 
     files = Path(settings.output).glob(f"**/{RUN_FILE}")
     if any(file.stat().st_mtime >= settings.began_s for file in files):
-        say(f"the run is in {settings.output}; as a page: truemfu report {settings.output} -o report.html")
+        folder = settings.output
+        say(f"run folder: {folder}; for an HTML report: truemfu report {folder} -o report.html")
         return
     auto = sys.modules.get("truemfu.integrations.auto")
     why = "torch was not imported" if auto is None else auto.AutoMonitor.why_nothing()

@@ -28,6 +28,8 @@ from ..trackers.prometheus import DEFAULT_PORT
 from ..trackers.prometheus_server import parse_address
 
 MODES = ("smart", "profiler", "estimate", "hybrid")
+AUTO = "auto"
+"""`hybrid` on a GPU whose counters can be read, else `smart`: the default of `truemfu run`."""
 METRIC_NAMES = ("truemfu", "composer", "torchtitan")
 PHASES: Mapping[str, int] = {"warmup": 1000, "main": 500, "finetune": 200}
 
@@ -73,8 +75,9 @@ def load_config(
     config: MonitorConfig | Mapping[str, Any] | str | os.PathLike[str] | None,
     *,
     flops_profile_freq: int | None = None,
+    default_mode: str = "smart",
 ) -> MonitorConfig:
-    """The settings in a mapping, in a YAML or JSON file, or the defaults; explicit arguments take precedence.
+    """The settings in a mapping, a YAML or JSON file, or the defaults; an explicit frequency wins.
 
     Raises a one-line UsageError for an unknown key, a wrong type or value, two spellings that disagree,
     and a file that cannot be read.
@@ -91,7 +94,7 @@ def load_config(
         values = _values(config)
     if flops_profile_freq is not None:
         values["flops_profile_freq"] = _steps_or_never("flops_profile_freq", flops_profile_freq)
-    return MonitorConfig(**values)
+    return MonitorConfig(**{"mode": default_mode, **values})
 
 
 def _invalid(path: str, expected: str, value: Any, hint: str = "") -> UsageError:
@@ -205,7 +208,7 @@ SCHEMA: Mapping[str, tuple[str, Callable[[str, Any], Any]]] = {
     "monitoring.flops_profile_freq": ("flops_profile_freq", _steps_or_never),
     "monitoring.performance_monitoring.measure_flops_frequency": ("flops_profile_freq", _steps_or_never),
     "monitor.freq.flops_profile_freq": ("flops_profile_freq", _steps_or_never),
-    "monitoring.mfu_calculation_mode": ("mode", _one_of(*MODES)),
+    "monitoring.mfu_calculation_mode": ("mode", _one_of(AUTO, *MODES)),
     "monitoring.peak_tflops": ("peak_tflops", _tflops),
     "monitoring.measured_peak_tflops": ("measured_peak_tflops", _tflops),
     "monitoring.attention": ("attention", _one_of(*get_args(Attention))),

@@ -11,6 +11,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from ..hardware.detect import spec_of
 from ..hardware.nsight.audited import AuditedKernels
 from ..torch_private.loading import listen
 from . import forks
-from .config import MonitorConfig
+from .config import AUTO, MonitorConfig
 from .hybrid.audit_step import AuditStep
 from .hybrid.hardware_watch import HardwareWatch, open_watch
 from .hybrid.hardware_windows import HardwareWindows
@@ -83,7 +84,17 @@ class LiveRun:
         about_figures = notices if self._rank.is_first else self._rank.note
         self._clock = clock = StepClock(clock_for(device), now_s=_now_s)
         between.mark_with(clock)
-        counters, executed = _opened_counters(config, device, audited, measuring, self._rank, about_figures)
+        found = _opened_counters(config, device, about_figures)
+        counters, why_none = (found, None) if isinstance(found, HardwareWatch) else (None, found)
+        self._no_waterfall: list[str] = []
+        if config.mode == AUTO:
+            config = replace(config, mode="smart" if counters is None else "hybrid")
+            if why_none is not None and device.type == "cuda":
+                self._no_waterfall = [f"where the peak went is not known: no GPU counters ({why_none})"]
+        elif config.mode == "hybrid" and counters is None:
+            measuring.go_without_counters(why_none if self._rank.is_first else None)
+        is_corrected = audited is not None and audited.executed_over_activity is not None
+        executed = "profiler" if counters is None else executed_method(is_corrected=is_corrected)
         self._audit = AuditStep.from_environment(self._rank, device, notices)
         plan = ObservationPlan(config.flops_profile_freq, _now_s())
         watch = StepWatch(
@@ -260,6 +271,7 @@ class LiveRun:
             hardware=None if hardware is None else hardware.as_dict(),
             notes=[
                 *known.notes,
+                *self._no_waterfall,
                 *([] if hardware is None else hardware.details.notes),
                 *self._rank.notes,
             ],
@@ -272,32 +284,19 @@ class LiveRun:
 
 
 def _opened_counters(
-    config: MonitorConfig,
-    device: torch.device,
-    audited: AuditedKernels | None,
-    measuring: Measuring,
-    rank: ThisRank,
-    notice: Callable[[str], None],
-) -> tuple[HardwareWatch | None, str]:
-    """The counters of `hybrid`, if there are any, and how HFU is measured unless it is counted."""
-    if config.mode != "hybrid":
-        return None, "profiler"
-    counters: HardwareWatch | str | None = None
-    reason: str | None = None
-    if config.hardware_counters_enabled:
-        try:
-            counters = open_watch(device, notice)
-        except Exception as error:
-            counters = one_line(error)
-    if isinstance(counters, HardwareWatch):
-        if has_rate(spec_of(device)):
-            is_corrected = audited is not None and audited.executed_over_activity is not None
-            return counters, executed_method(is_corrected=is_corrected)
-        reason = f"the FLOP per cycle of {_device_name(device)} are not known"
-    else:
-        reason, counters = counters, None
-    measuring.go_without_counters(reason if rank.is_first else None)
-    return counters, "profiler"
+    config: MonitorConfig, device: torch.device, notice: Callable[[str], None]
+) -> HardwareWatch | str | None:
+    """The counters of `hybrid`, or why there are none; None where they are not wanted."""
+    if config.mode not in ("hybrid", AUTO) or not config.hardware_counters_enabled:
+        return None
+    try:
+        counters = open_watch(device, notice)
+    except Exception as error:
+        return one_line(error)
+    if isinstance(counters, HardwareWatch) and not has_rate(spec_of(device)):
+        counters.close()
+        return f"the FLOP per cycle of {_device_name(device)} are not known"
+    return counters
 
 
 def _device_name(device: torch.device) -> str:

@@ -99,7 +99,7 @@ def summary_of(
     }
 
 
-_FACTS = ("model", "batches", "steps", "peak", "FLOPs by", "in all", "the monitor, in all")
+_FACTS = ("model", "batches", "steps", "peak", "FLOPs by", "total", "monitor, one-time cost")
 """Those that are printed; the others are in the run's files."""
 
 

@@ -15,14 +15,14 @@ from ..training_plan import per_million_tokens
 from ..waterfall import BETWEEN_STEPS, evaluations
 
 UNKNOWN = "unknown"
-NO_SUMMARY = "only the summary of a closed run has it, and this run has none"
+NO_SUMMARY = "known only when a run has ended and written its summary"
 NO_ROWS = "the log has no rows"
 _NO_MODEL = "no model was counted"
-NO_LOADER = "no DataLoader of torch was seen; in a script: for batch in monitor.data(loader)"
+NO_LOADER = "batches did not come from a torch DataLoader"
 NO_RATE = "the tensor pipe's activity, the clock or the chip's rate is not known"
 _NO_TOKENS = "no batch had a known number of tokens"
 _NOT_TIMED = "no step was timed"
-_RATE_REMARK = "the model's, on one device"
+_RATE_REMARK = "of one device"
 _STEPS_SHOWN = 5
 
 
@@ -53,6 +53,8 @@ class Figure:
     label: str
     value: str
     remark: str = ""
+    number: float | None = None
+    """The value itself, where the text is of one number."""
 
     @property
     def is_known(self) -> bool:
@@ -76,7 +78,7 @@ def facts(run: RunResults) -> list[tuple[str, str]]:
         ("mode", record.mode or UNKNOWN),
         ("step times by", record.time_source or UNKNOWN),
         ("steps", _steps(run)),
-        ("the monitor, in all", UNKNOWN if cost is None else _cost_once(cost)),
+        ("monitor, one-time cost", UNKNOWN if cost is None else _cost_once(cost)),
         *_totals(run.summary),
         ("ranks", UNKNOWN if record.world_size is None else f"{record.world_size:,}"),
         ("versions", ", ".join(f"{name} {text}" for name, text in versions.items() if text) or UNKNOWN),
@@ -96,9 +98,10 @@ def _totals(summary: RunSummary) -> list[tuple[str, str]]:
         for amount, name in ((totals.tokens, "tokens"), (totals.samples, "samples"))
         if amount is not None
     ]
-    known += [] if totals.model_flops is None else [f"{totals.model_flops:.6g} model FLOPs"]
+    if totals.model_flops is not None:
+        known.append(f"{totals.model_flops:.6g} model FLOPs{estimate_mark(summary)}")
     more = "" if totals.is_complete else " (as far as its ranks reported)"
-    return [("in all", ", ".join(known) + more)] if known else []
+    return [("total", ", ".join(known) + more)] if known else []
 
 
 def _trained(record: RunRecord) -> list[tuple[str, str]]:
@@ -129,7 +132,7 @@ def figures(run: RunResults) -> list[Figure]:
 
 def _figures(run: RunResults) -> list[Figure]:
     summary, why_not, scope = run.summary, why_no_utilization(run), run.record.scope or ""
-    executed_by = summary.hfu_method or "the count"
+    executed_by = f"by {summary.hfu_method}" if summary.hfu_method else _basis(summary)
     why_no_hfu = why_not if summary.median_mfu is None else "the executed FLOPs are not known"
     rate, samples = summary.median_tokens_per_second, summary.median_samples_per_second
     waited_of = "of rank 0's time" if summary.ranks else "of the time"
@@ -141,9 +144,9 @@ def _figures(run: RunResults) -> list[Figure]:
         _figure("MFU, median", share, summary.median_mfu, _mfu_remark(summary), why_not),
         *_estimate(summary),
         _figure(
-            "work a second, median", _tflop_rate, summary.median_tflops_per_gpu, _RATE_REMARK, why_no_rate
+            "model FLOP/s, median", _tflop_rate, summary.median_tflops_per_gpu, _RATE_REMARK, why_no_rate
         ),
-        _figure("HFU, median", share, summary.median_hfu, f"the executed work, by {executed_by}", why_no_hfu),
+        _figure("HFU, median", share, summary.median_hfu, f"the executed work, {executed_by}", why_no_hfu),
         _figure("tokens/s", number, rate, scope, _NO_TOKENS),
         _figure("samples/s", number, samples, scope, "no batch was seen"),
         _figure("padding", share, summary.padding_lost, "of all tokens", "no attention mask was seen"),
@@ -167,7 +170,7 @@ def memory(run: RunResults) -> Figure:
     found = [run.peak_memory_bytes, *(rank.memory_bytes for rank in run.summary.ranks)]
     highest = max((each for each in found if each is not None), default=None)
     of = "of the process" if run.record.device == "cpu" else "allocated on a GPU"
-    return _figure("memory, peak", size, highest, of, NO_ROWS if run.is_empty else "no row of the log has it")
+    return _figure("memory, peak", size, highest, of, NO_ROWS if run.is_empty else "not in the log")
 
 
 def cost(run: RunResults, price_per_gpu_hour: float) -> Figure:
@@ -235,30 +238,17 @@ def hardware_figures(hardware: RunHardware, scope: str | None) -> list[Figure]:
 
 
 def why_no_waterfall(run: RunResults) -> str:
-    """The text in place of a waterfall: why there is none, and how to get one."""
-    needs = "an NVIDIA GPU with GPM counters (Hopper or newer)"
-    record = run.record
+    """The line in place of a waterfall: why there is none, and how to get one."""
+    record, needs = run.record, "an NVIDIA GPU with GPM counters (Hopper or newer)"
     if run.summary.hardware is not None:
-        return "Not known: counters were read, but the device's peak or the model's FLOPs are not known."
-    if record.mode == "hybrid" and record.summary is not None:
-        return (
-            f"Not known: the mode was hybrid, but no counters were read. They need {needs} and permission "
-            "to read them; see also the warnings below."
-        )
+        return "Not known: GPU counters were read, but the device's peak or the model's FLOPs are unknown."
     if record.mode == "hybrid":
-        return (
-            "Not known: the mode is hybrid, but no row of the log has anything from counters. Either no "
-            f"window of them has ended yet, or they cannot be read: they need {needs} and permission to read "
-            "them."
-        )
-    why_not = "the log has nothing from hardware counters"
-    if record.mode is not None:
-        why_not = f"this run read no hardware counters, its mode is {record.mode}"
+        since = "were read" if record.summary is not None else "have been read so far"
+        return f"Not known: no GPU counters {since}; they need {needs} and permission to read them."
+    mode = "" if record.mode is None else f" (mode {record.mode})"
     return (
-        f"Not known: {why_not}. With `truemfu run --mode hybrid` (in a script's settings: "
-        f"`mfu_calculation_mode: hybrid`), on {needs}, this "
-        "section splits the peak: clock, idle time, work off the tensor cores, tile padding, "
-        "recomputation, padding tokens, and what was useful."
+        f"Not known: no GPU counters were read{mode}. `truemfu run` reads them on {needs}; a TrainingMonitor "
+        "needs `mfu_calculation_mode: hybrid`."
     )
 
 
@@ -278,7 +268,7 @@ def _figure(
 ) -> Figure:
     if value is None:
         return Figure(label=label, value=UNKNOWN, remark=why_not)
-    return Figure(label=label, value=text(value), remark=remark or "")
+    return Figure(label=label, value=text(value), remark=remark or "", number=value)
 
 
 def peak_text(run: RunResults) -> str:
@@ -287,6 +277,7 @@ def peak_text(run: RunResults) -> str:
     fall = None if hardware is None else hardware.waterfall
     peak = None if fall is None else fall.peak_flops_per_s
     peak = run.peak_flops_per_s if peak is None else peak
+    source = "set by the user" if source == "override" else source
     if peak is None:
         return source or UNKNOWN
     return flop_rate(peak) + (f" ({source})" if source else "")
@@ -295,17 +286,60 @@ def peak_text(run: RunResults) -> str:
 def _method(run: RunResults) -> str:
     if run.summary.method is None:
         return f"{UNKNOWN}: {NO_ROWS if run.is_empty else _NO_MODEL}"
-    words = [run.summary.method, "a multiply-add is 2"]
+    methods = _methods(run.summary)
+    words = [
+        ", ".join(f"{method} ({counted(steps, 'step')})" for method, steps in methods.items())
+        if len(methods) > 1
+        else run.summary.method,
+        "a multiply-add is 2 FLOPs",
+    ]
     attention = {"full": "all pairs", "causal": "the pairs the mask allows"}
     if pairs := attention.get(str(run.record.convention.get("attention"))):
         words.append(f"attention counts {pairs}")
     return "; ".join(words)
 
 
+_NOT_COUNTED = {"estimate": "estimated from its structure", "given by the caller": "as given by the caller"}
+
+
+def mfu_text(summary: RunSummary) -> str:
+    """The median MFU, marked where the FLOPs of some of its steps are estimated."""
+    return share(summary.median_mfu) + estimate_mark(summary)
+
+
+def hfu_text(summary: RunSummary) -> str:
+    """The median HFU; marked likewise, unless it was measured."""
+    return share(summary.median_hfu) + ("" if summary.hfu_method else estimate_mark(summary))
+
+
+def estimate_mark(summary: RunSummary) -> str:
+    """A mark behind a figure that is not wholly a count; empty for a count."""
+    if "estimate" not in _methods(summary):
+        return ""
+    return " (estimated)" if len(_methods(summary)) == 1 else " (partly estimated)"
+
+
+def _methods(summary: RunSummary) -> dict[str, int]:
+    """How the FLOPs of steps were found, and of how many."""
+    return summary.methods or ({} if summary.method is None else {summary.method: summary.steps or 0})
+
+
+def _basis(summary: RunSummary) -> str:
+    """How the FLOPs of a step were found, in words."""
+    methods = _methods(summary)
+    if len(methods) < 2:
+        return "".join(_NOT_COUNTED.get(method, "by the count") for method in methods) or "by the count"
+    words = [
+        f"{text} in {methods[method]:,} of {sum(methods.values()):,} steps"
+        for method, text in _NOT_COUNTED.items()
+        if method in methods
+    ]
+    return ", ".join([*words, "else by the count"]) if words else "by the count"
+
+
 def _mfu_remark(summary: RunSummary) -> str:
     """What an MFU is based on, and for how many steps it is unknown."""
-    by = {"estimate": "estimated from its structure", "given by the caller": "as given by the caller"}
-    remark = f"the model's work, {by.get(summary.method or '', 'by the count')}"
+    remark = f"the model's work, {_basis(summary)}"
     unknown = sum(summary.mfu_unknown.values())
     return f"{remark}; unknown for {unknown:,} of {summary.steps or 0:,} steps" if unknown else remark
 
@@ -323,11 +357,11 @@ def _steps(run: RunResults) -> str:
     summary = run.summary
     words = [UNKNOWN if summary.steps is None else f"{summary.steps:,} logged"]
     if summary.skipped_steps:
-        words.append(f"{summary.skipped_steps:,} between them not logged")
+        words.append(f"{summary.skipped_steps:,} not logged")
     if summary.warmup_steps:
         words.append(f"{summary.warmup_steps:,} of them warm-up")
     if summary.observed_steps:
-        words.append(f"{summary.observed_steps:,} observed to count FLOPs, in no median")
+        words.append(f"{summary.observed_steps:,} observed to count FLOPs, not in the medians")
     if run.log_steps is not None:
         first, last = run.log_steps
         words.append(f"the log covers {first:,} to {last:,}")
@@ -354,7 +388,7 @@ def _cost(cost: MonitorCost | None) -> Figure:
     if cost is None:
         return Figure(label=label, value=UNKNOWN, remark=NO_SUMMARY)
     us = cost.training_thread_us_per_step
-    remark = "of a step" if us is None else f"of a step: {us:,.0f} µs of the training thread, after the first"
+    remark = "of a step" if us is None else f"of a step: {us:,.0f} µs on the training thread"
     return _figure(label, share, cost.share_of_step, remark, _NOT_TIMED)
 
 
@@ -362,11 +396,11 @@ def _cost_once(cost: MonitorCost) -> str:
     """The cost of the monitor outside of usual steps."""
     listed = [str(step) for step in cost.observed_steps]
     where = ", ".join(listed[:_STEPS_SHOWN]) + (" …" if len(listed) > _STEPS_SHOWN else "")
-    observed = counted(cost.observed or len(listed), "observed step") + (f" ({where})" if where else "")
+    steps = counted(cost.observed or len(listed), "step") + (f" ({where})" if where else "")
     parts = (
-        (cost.first_step_s, "start in the first step"),
-        (cost.checks_s, "setting up and checks"),
-        (cost.observing_s, f"{observed} longer by"),
+        (cost.first_step_s, "start-up"),
+        (cost.checks_s, "setup and checks"),
+        (cost.observing_s, f"observing {steps}"),
         (cost.profiling_s, "profiling"),
     )
     return ", ".join(f"{what} {duration(seconds)}" for seconds, what in parts if seconds) or "nothing"

@@ -15,7 +15,7 @@ import subprocess
 from pathlib import Path
 
 from ..errors import CounterError, UsageError
-from ..hardware.counters.nvml import gpu_names
+from ..hardware.counters.nvml import gpus_here
 from .config import SweepConfig
 
 _ASK_TIMEOUT_S = 30.0
@@ -95,7 +95,7 @@ def device_name(device: str) -> str:
 def _names() -> list[str]:
     """The name of each GPU in this machine, in the order of the PCI bus."""
     try:
-        return gpu_names()
+        return [gpu.name for gpu in gpus_here()]
     except CounterError:  # the Python package or the driver is missing
         names = _names_by_tool()
     if names is None:

@@ -16,7 +16,7 @@ def pair(name: str, *figures: ComparedFigure, is_beyond: bool = False) -> Pair:
     return Pair(
         name=name, runs_a=1, runs_b=1, steps_a=100, steps_b=100, independent_steps_a=90.0,
         independent_steps_b=80.0, verdict="slower" if is_beyond else "no difference shown",
-        is_beyond_limit=is_beyond, figures=list(figures),
+        is_beyond_limit=is_beyond, smallest_shown=0.05, is_unsure=False, figures=list(figures),
     )  # fmt: skip
 
 
@@ -41,10 +41,9 @@ def drawn(found: Comparison) -> Bars:
 def test_a_ratio_is_between_the_ends_of_its_interval_and_equality_is_where_it_belongs() -> None:
     chart = drawn(comparison(pair("one", step_time(1.1, 1.05, 1.15)), max_regression=0.025))
     (bar,) = chart.bars
-    assert chart.limit_percent is not None
-    assert chart.equal_percent < chart.limit_percent < bar.low_percent < bar.at_percent
-    assert bar.at_percent < bar.low_percent + bar.width_percent
-    assert chart.limit_text == "the limit, 1.025"
+    assert chart.limit == 1.025
+    assert chart.percent(1) < chart.percent(chart.limit) < chart.percent(bar.low) < chart.percent(bar.ratio)
+    assert chart.percent(bar.ratio) < chart.percent(bar.high)
 
 
 def test_of_many_experiments_those_that_differ_most_are_drawn_in_their_order() -> None:
@@ -65,9 +64,9 @@ def test_no_ratio_leaves_the_chart_or_takes_the_room_of_the_others(ends: tuple[f
     usual = pair("usual", step_time(1.0, 0.9, 1.1))
     chart = drawn(comparison(pair("odd", step_time(*ends)), usual, max_regression=10.0))
     for bar in chart.bars:
-        assert -1e-9 <= bar.low_percent <= bar.at_percent <= bar.low_percent + bar.width_percent <= 100 + 1e-9
-    assert chart.bars[1].width_percent > 1
-    assert len({tick.text for tick in chart.ticks}) == len(chart.ticks) >= 3
+        assert 0 <= chart.percent(bar.low) <= chart.percent(bar.ratio) <= chart.percent(bar.high) <= 100
+    assert chart.percent(chart.bars[1].high) - chart.percent(chart.bars[1].low) > 1
+    assert len(set(chart.axis.ticks.values())) == len(chart.axis.ticks) >= 3
 
 
 def test_figures_without_an_interval_have_no_bar() -> None:
@@ -82,7 +81,7 @@ def test_step_times_are_sorted_and_copied_as_seconds_and_texts_as_texts() -> Non
     missing = Unmatched(name="gone", a="12 steps with a time after warm-up", b="ok", is_failure=False)
     found = comparison(pair("one", step_time(1.1, 1.0, 1.2)), unmatched=[missing])
     times, _, not_compared = tables_of(found)
-    assert [column.is_number for column in times.columns] == [False, True, True, True, False, False]
-    assert [column.unit for column in times.columns] == ["", "s", "s", "", "", ""]
+    assert [column.is_number for column in times.columns] == [False, True, True, True, False, False, False]
+    assert [column.unit for column in times.columns] == ["", "s", "s", "", "", "", ""]
     assert [cell.value for cell in times.rows[0][:3]] == [None, 0.1, pytest.approx(0.11)]
     assert not any(column.is_number for column in not_compared.columns)

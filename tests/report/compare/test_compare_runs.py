@@ -33,8 +33,34 @@ def test_equal_runs_show_no_difference(truemfu: Run, base: Path, tmp_path: Path)
     assert (code, err) == (0, "")
     text = " ".join(out.split())
     assert "No difference shown" in text
-    assert "Nothing is shown to be beyond the limit of 5 %" in text
+    assert "No slow-down beyond the limit of 5 %." in text
     assert "One run on each side does not show how much equal runs differ" in text
+
+
+def test_noisy_runs_say_what_they_could_have_shown(truemfu: Run, tmp_path: Path) -> None:
+    """A slow-down by 10 % that the noise hides is no pass: a gate can ask for exit code 3."""
+    base = write_run(tmp_path / "base", noisy(60, spread=0.5))
+    slow = write_run(tmp_path / "slow", noisy(60, 0.11, spread=0.5, seed=1))
+    gate = ("compare", str(base), str(slow), "--max-regression", "5")
+    code, out, _ = truemfu(*gate)
+    text = " ".join(out.split())
+    assert code == 0
+    assert "Cannot tell whether B is slower by more than the limit of 5 %." in text
+    found = json.loads(truemfu(*gate, "--json").out)["pairs"][0]
+    assert found["is_unsure"]
+    assert f"could show is {100 * found['smallest_shown']:.3g} %." in text
+    assert truemfu(*gate, "--fail-if-unsure").code == 3
+    figure = found["figures"][0]
+    shown = write_run(tmp_path / "shown", noisy(60, 0.1 * (1.1 + found["smallest_shown"]), spread=0.5))
+    assert figure["low"] < 1 < figure["high"]
+    assert truemfu("compare", str(base), str(shown), *gate[3:], "--fail-if-unsure").code == 1
+
+
+def test_fail_if_unsure_needs_a_limit(truemfu: Run, base: Path) -> None:
+    code, _, err = truemfu("compare", str(base), str(base), "--fail-if-unsure")
+    assert code == 2
+    assert "needs --max-regression" in err
+    assert truemfu("compare", str(base), str(base), "--max-regression", "5", "--fail-if-unsure").code == 0
 
 
 def test_a_slow_down_beyond_the_limit_fails(truemfu: Run, base: Path, tmp_path: Path) -> None:
@@ -246,7 +272,7 @@ def test_without_a_run_file_facts_are_not_checked_and_that_is_noted(
     (other / "training_run.json").unlink()
     code, out, _ = truemfu("compare", str(base), str(other))
     assert code == 0
-    assert "known of one side alone, and not checked: device" in " ".join(out.split())
+    assert "known on one side only, not checked: device" in " ".join(out.split())
 
 
 def test_versions_that_differ_are_noted(truemfu: Run, base: Path, tmp_path: Path) -> None:

@@ -74,8 +74,9 @@ def test_of_two_rows_of_a_step_the_last_counts(run_folder: Path) -> None:
     assert [row.global_step for row in run.rows] == list(range(1, 22))
     assert run.rows[2].loss == 77.0
     assert run.notes == (
-        "1 row repeats a step that was logged again (the run was restarted): the last row counts.",
-        "The log contains 21 steps, the summary only covers the last start: 20 steps.",
+        "1 step was logged twice, and the last row counts: the run was restarted, or two runs share this "
+        "folder.",
+        "The log has 21 steps, and the summary covers the 20 since the last start.",
     )
 
 

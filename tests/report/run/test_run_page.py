@@ -16,6 +16,7 @@ from watched_training import PADDING_LOST, RUN_STEPS, hardware_block
 from truemfu.report.drawing.html import LONGEST_TEXT
 from truemfu.report.run.load import load_run
 from truemfu.report.run.page import write_run_page
+from truemfu.report.run.side_by_side import write_runs_page
 
 Change = Callable[[Callable[[dict[str, Any]], object]], dict[str, Any]]
 
@@ -26,6 +27,11 @@ def page_of(folder: Path) -> str:
 
 def whole_page_of(folder: Path) -> str:
     return write_run_page(folder / "page.html", load_run(folder)).read_text(encoding="utf-8")
+
+
+def side_by_side_of(*folders: Path) -> str:
+    path = folders[0] / "runs.html"
+    return bare(write_runs_page(path, list(map(load_run, folders))).read_text(encoding="utf-8"))
 
 
 def tile(page: str, label: str) -> tuple[str, str]:
@@ -49,11 +55,12 @@ def test_figures_are_those_of_the_summary(run_folder: Path, change_run: Change) 
     assert tile(page, "tokens/s") == (f"{summary['median_tokens_per_second']:,.0f}", "one device")
     assert tile(page, "padding") == (f"{100 * PADDING_LOST} %", "of all tokens")
     assert tile(page, "step, median")[1] == "steps after warm-up"
-    assert "µs of the training thread" in tile(page, "monitor&#39;s own cost")[1]
+    assert "µs on the training thread" in tile(page, "monitor&#39;s own cost")[1]
     assert fact(page, "device") == "cpu"
     assert fact(page, "peak") == "50 GFLOP/s (monitoring.peak_tflops)"
     assert (
-        fact(page, "FLOPs by") == "count of observed steps; a multiply-add is 2; attention counts all pairs"
+        fact(page, "FLOPs by")
+        == "count of observed steps; a multiply-add is 2 FLOPs; attention counts all pairs"
     )
     assert fact(page, "steps").startswith(f"{RUN_STEPS} logged; 3 of them warm-up")
     assert "<title>Training run run</title>" in page
@@ -92,29 +99,23 @@ def test_without_a_peak_the_page_says_why_there_is_no_mfu(run_folder: Path, chan
     value, remark = tile(page, "MFU, median")
     no_peak = "no peak is known for this device: set TRUEMFU_PEAK_TFLOPS to its TFLOP/s"
     assert (value, remark) == ("unknown", no_peak)
-    assert tile(page, "work a second, median")[0].endswith("GFLOP/s")
+    assert tile(page, "model FLOP/s, median")[0].endswith("GFLOP/s")
     assert fact(page, "peak") == "unknown"
     assert "MFU and HFU over steps" not in page
 
 
-def test_a_run_without_counters_says_how_to_get_a_waterfall(run_folder: Path, change_run: Change) -> None:
-    page = page_of(run_folder)
-    assert "<code>truemfu run --mode hybrid</code>" in page
-    assert "What the hardware did" not in page
-    change_run(lambda run: run.update(mode="hybrid"))
-    assert "the mode was hybrid, but no counters were read" in page_of(run_folder)
-
-
-def test_a_run_still_going_has_no_waterfall_for_a_reason_of_its_mode(
-    run_folder: Path, change_run: Change
+@pytest.mark.parametrize("page", [page_of, lambda run: side_by_side_of(run, run)], ids=["alone", "two"])
+def test_a_run_without_counters_says_in_a_line_how_to_get_a_waterfall(
+    run_folder: Path, change_run: Change, page: Callable[[Path], str]
 ) -> None:
-    change_run(lambda run: run.pop("summary"))
-    assert "this run read no hardware counters, its mode is smart. With <code>" in page_of(run_folder)
+    shown = page(run_folder)
+    assert "no GPU counters were read (mode smart)." in shown
+    assert "<code>truemfu run</code> reads them" in shown
+    assert "What the hardware did" not in shown
     change_run(lambda run: run.update(mode="hybrid"))
-    page = page_of(run_folder)
-    assert "the mode is hybrid, but no row of the log has anything from counters" in page
-    assert "With <code>truemfu run" not in page
-    assert "What the hardware did" not in page
+    assert "no GPU counters were read; they need an NVIDIA GPU" in page(run_folder)
+    change_run(lambda run: run.pop("summary"))
+    assert "no GPU counters have been read so far; they need an NVIDIA GPU" in page(run_folder)
 
 
 def window_metrics(**of_window: Any) -> dict[str, Any]:
@@ -198,7 +199,7 @@ def test_a_window_without_a_waterfall_has_its_figures_and_a_reason(
     without_summary(run_folder, change_run, {9: {"perf/power_w": 500.0}})
     page = page_of(run_folder)
     assert "<tr><td>power</td><td>500 W</td>" in page
-    assert "counters were read, but the device&#39;s peak or the model&#39;s FLOPs are not known" in page
+    assert "counters were read, but the device&#39;s peak or the model&#39;s FLOPs are unknown" in page
 
 
 def test_the_first_losses_are_not_cut_off(run_folder: Path) -> None:
@@ -270,7 +271,7 @@ def test_counters_of_which_nothing_is_known_are_unknown_with_a_reason(
     rows = re.findall(r"<tr><td>(.*?)</td><td>unknown</td><td>(.*?)</td></tr>", hardware)
     assert len(rows) == 11
     assert all(remark for _, remark in rows)
-    assert "counters were read, but the device&#39;s peak or the model&#39;s FLOPs are not known" in page
+    assert "counters were read, but the device&#39;s peak or the model&#39;s FLOPs are unknown" in page
 
 
 def test_a_clock_by_the_driver_is_not_sold_as_the_true_one(run_folder: Path, change_run: Change) -> None:
@@ -313,7 +314,7 @@ def test_an_unfinished_run_has_a_page_that_says_so(run_folder: Path, change_run:
     assert "<p>The run has no summary yet" in page
     assert tile(page, "monitor&#39;s own cost") == (
         "unknown",
-        "only the summary of a closed run has it, and this run has none",
+        "known only when a run has ended and written its summary",
     )
     assert tile(page, "padding")[0] == f"{100 * PADDING_LOST} %"
     assert tile(page, "MFU, median")[0].endswith(" %")

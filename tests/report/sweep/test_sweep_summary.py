@@ -239,7 +239,7 @@ def test_markdown_tables_have_as_many_cells_in_every_row(matrix, make_result) ->
 def test_the_label_of_a_mean_tells_its_points_and_its_memory(matrix) -> None:
     experiments, trainers, *_ = tables_of(summary_of(matrix))
     assert "Peak memory: GPU allocated." in (experiments.sentence or "")
-    assert trainers.labels[4:] == ["mean peak, points all finished", "n", "mean peak, own finished", "n"]
+    assert trainers.labels[4:] == ["mean peak, common points", "n", "mean peak, all its points", "n"]
     assert trainers.texts[0][4:] == ["6.00 GiB", "1", "8.00 GiB", "2"]
 
 

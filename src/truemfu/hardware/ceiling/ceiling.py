@@ -216,19 +216,12 @@ def _as_device(device: torch.device | str | int | None) -> torch.device:
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device is None:
         return accelerator or torch.device("cpu")
-    if isinstance(device, int):
-        if accelerator is None:
-            raise UsageError(f"this machine has no accelerator, so no device {device}; use device='cpu'")
-        device = f"{accelerator.type}:{device}"
+    kind = "cuda" if accelerator is None else accelerator.type
     try:
-        found = torch.device(device)
+        found = torch.device(f"{kind}:{device}" if isinstance(device, int) else device)
     except RuntimeError:
         raise UsageError(f"device must be one torch can open, such as 'cuda:0'; got {device!r}") from None
-    if found.type == "cpu":
-        return found
-    if accelerator is None or accelerator.type != found.type:
-        raise UsageError(f"this machine has no {found.type} device; use device='cpu'")
-    count = torch.accelerator.device_count()
-    if found.index is not None and found.index >= count:
-        raise UsageError(f"no device {found}: this machine has {count}, numbered from 0")
+    count = 0 if accelerator is None or found.type != kind else torch.accelerator.device_count()
+    if found.type != "cpu" and (found.index or 0) >= count:
+        raise UsageError(f"no device {found}: this machine has {count}, numbered from 0; use device='cpu'")
     return found

@@ -18,7 +18,7 @@ from __future__ import annotations
 import ctypes
 import statistics
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .samples import FASTEST_CLOCK_HZ
 
@@ -52,18 +52,18 @@ _BLOCKS_PER_SM = 4
 _SLOTS = 64
 
 
-class Stamp:
+class Stamp(NamedTuple):
     """Cycles and nanoseconds of every SM at one moment of the stream; readable once the stream is past it.
 
     It uses one of `_SLOTS` slots in rotation; a stamp whose slot has been reused is empty.
     """
 
-    def __init__(self, stamps: CycleStamps, number: int) -> None:
-        self._stamps, self._number = stamps, number
+    stamps: CycleStamps
+    number: int
 
     def by_sm(self) -> dict[int, tuple[int, int]]:
         """(cycles, nanoseconds of the GPU's timer) of each SM that was reached."""
-        values = self._stamps.values_of(self._number)
+        values = self.stamps.values_of(self.number)
         return {sm: (cycles, time_ns) for sm, (cycles, time_ns) in enumerate(values) if time_ns}
 
     def time_s(self) -> float | None:

@@ -32,21 +32,7 @@ _PERCENT_IDS: Mapping[str, int] = MappingProxyType(
         "fp16_active": 13,
     }
 )
-_CYCLE_IDS: Mapping[str, int] = MappingProxyType(
-    {
-        "elapsed": 248,
-        "sm": 249,
-        "mma": 250,
-        "dmma": 251,
-        "hmma": 252,
-        "imma": 253,
-        "dfma": 254,
-        "integer": 257,
-        "fp64": 258,
-        "fp32": 259,
-        "fp16": 260,
-    }
-)
+_CYCLE_IDS: Mapping[str, int] = MappingProxyType({"elapsed": 248})
 # Errors that are permanent: invalid argument, not supported, no permission,
 # function not found, argument version, deprecated.
 NEVER = frozenset({2, 3, 4, 13, 25, 26})
@@ -120,11 +106,11 @@ class Gpm:
             if problem.value not in NEVER:
                 raise
             counts = {}
-        elapsed = counts.pop("elapsed", None)
+        elapsed = counts.get("elapsed")
         if elapsed is None:  # driver 580 answers "invalid argument"
             self._counts = None
             return None
-        return Cycles(elapsed=elapsed, **counts)
+        return Cycles(elapsed=elapsed)
 
     def _request(self, ids: Mapping[str, int]) -> Any:
         request = self._nvml.c_nvmlGpmMetricsGet_t()

@@ -1,8 +1,7 @@
 """The only module that opens NVML, NVIDIA's driver library: its calls turned into `CounterSample`.
 
     NvmlSource          every GPU, read repeatedly
-    gpu_names           one query each; NVML is only open during it
-    driver_version
+    gpus_here           their names and driver; NVML is only open during it
 
 No root, no daemon, no CUDA context: the library that nvidia-smi uses, whose calls release the GIL. A value
 that a GPU or driver does not support is queried once and None from then on; any other error (a GPU off the
@@ -18,8 +17,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePath
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -295,32 +293,13 @@ class _Gpu:
         return CounterError(f"GPU {self._index} ({self._info.name}): {what}: {problem}")
 
 
-def gpu_names() -> list[str]:
-    """The name of each GPU in this machine, in the order of the PCI bus; a CounterError if NVML fails."""
-    with _opened_nvml() as nvml:
-        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-        return [str(nvml.nvmlDeviceGetName(handle)) for handle in handles]
-
-
-def driver_version() -> str:
-    """The version of the driver; a CounterError if NVML fails."""
-    with _opened_nvml() as nvml:
-        return str(nvml.nvmlSystemGetDriverVersion())
-
-
-@contextmanager
-def _opened_nvml() -> Iterator[Any]:
-    """NVML, opened and closed again. The library counts its users, so others keep it open."""
-    nvml = _module()
+def gpus_here() -> Sequence[GpuInfo]:
+    """The GPUs of this machine, in the order of the PCI bus; a CounterError if NVML fails."""
+    source = NvmlSource(energy=False)
     try:
-        nvml.nvmlInit()
-        try:
-            yield nvml
-        finally:
-            with suppress(nvml.NVMLError):  # the values are already read
-                nvml.nvmlShutdown()
-    except nvml.NVMLError as problem:
-        raise CounterError(f"NVML does not answer: {problem}") from None
+        return source.gpus()
+    finally:
+        source.close()
 
 
 def _module() -> Any:

@@ -68,20 +68,10 @@ FASTEST_CLOCK_HZ = 1e10
 """No chip is this fast: a higher reading is invalid."""
 
 
-class Cycles(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Raw cycle counts of newer drivers: since the machine started in a sample, over the time in a window."""
+class Cycles(msgspec.Struct, frozen=True, kw_only=True):
+    """Raw cycles of newer drivers: since the machine started in a sample, over the time in a window."""
 
     elapsed: float
-    sm: float | None = None
-    mma: float | None = None
-    hmma: float | None = None
-    imma: float | None = None
-    dmma: float | None = None
-    dfma: float | None = None
-    fp16: float | None = None
-    fp32: float | None = None
-    fp64: float | None = None
-    integer: float | None = None
 
 
 class Readings(Activities, frozen=True, kw_only=True):

@@ -85,8 +85,9 @@ def with_energy(
     The counter is cumulative, so the sum is exact; a reading is up to `GPM_LAG_S` old, so each end is
     accurate to that much time.
     """
-    energy_j = _difference(before.energy_j, after.energy_j)
-    assert energy_j is not None, "with_energy needs two readings"
+    assert before.energy_j is not None
+    assert after.energy_j is not None
+    energy_j = after.energy_j - before.energy_j
     if energy_j < 0:
         raise CounterError(f"the energy counter went backwards by {-energy_j:g} J")
     power_w = energy_j / (after.at_s - before.at_s)
@@ -153,17 +154,12 @@ def _clipped(part: CounterWindow, begin_s: float, end_s: float) -> CounterWindow
     share = (end_s - begin_s) / (part.end_s - part.begin_s)
     if share == 1:
         return part
-    cycles = part.cycles
-    if cycles is not None:
-        counts = {name: getattr(cycles, name) for name in _CYCLES}
-        scaled: dict[str, Any] = {name: None if n is None else n * share for name, n in counts.items()}
-        cycles = Cycles(**scaled)
     return msgspec.structs.replace(
         part,
         begin_s=begin_s,
         end_s=end_s,
         seconds=part.seconds * share,
-        cycles=cycles,
+        cycles=None if part.cycles is None else Cycles(elapsed=part.cycles.elapsed * share),
         energy_j=None if part.energy_j is None else part.energy_j * share,
     )
 
@@ -178,10 +174,6 @@ _LAST_KNOWN = (
 )
 
 
-def _difference(before: float | None, after: float | None) -> float | None:
-    return None if before is None or after is None else after - before
-
-
 def _middle(before: float | None, after: float | None) -> float | None:
     return after if before is None else before if after is None else (before + after) / 2
 
@@ -190,12 +182,6 @@ def _mean(values: Sequence[float | None], weights: Sequence[float]) -> float | N
     known = [(value, weight) for value, weight in zip(values, weights, strict=True) if value is not None]
     total = sum(weight for _, weight in known)
     return sum(value * weight for value, weight in known) / total if total else None
-
-
-def _sum(values: Sequence[float | None]) -> float | None:
-    """None if one is missing: a partial sum would be mistaken for the whole."""
-    known = [value for value in values if value is not None]
-    return sum(known) if len(known) == len(values) else None
 
 
 def _energy(parts: Sequence[CounterWindow]) -> float | None:
@@ -228,26 +214,14 @@ def _throttle_together(parts: Sequence[CounterWindow]) -> dict[str, float] | Non
 
 
 def _cycles_between(before: Cycles | None, after: Cycles | None) -> Cycles | None:
-    """None if the counts do not increase together; they are optional."""
+    """None if the count does not increase; it is optional."""
     if before is None or after is None:
         return None
-    grown = {name: _difference(getattr(before, name), getattr(after, name)) for name in _CYCLES}
-    elapsed = grown.pop("elapsed")
-    if elapsed is None or not 0 < elapsed < math.inf:
-        return None
-    if not all(count is None or 0 <= count <= elapsed * _FULL for count in grown.values()):
-        return None
-    return Cycles(elapsed=elapsed, **grown)
+    elapsed = after.elapsed - before.elapsed
+    return Cycles(elapsed=elapsed) if 0 < elapsed < math.inf else None
 
 
 def _cycles_together(parts: Sequence[Cycles | None]) -> Cycles | None:
-    known = [part for part in parts if part is not None]
-    if len(known) != len(parts):
-        return None
-    sums = {name: _sum([getattr(part, name) for part in known]) for name in _CYCLES}
-    elapsed = sums.pop("elapsed")
-    assert elapsed is not None
-    return Cycles(elapsed=elapsed, **sums)
-
-
-_CYCLES = Cycles.__struct_fields__
+    """None if one is missing: a partial sum would be mistaken for the whole."""
+    known = [part.elapsed for part in parts if part is not None]
+    return Cycles(elapsed=sum(known)) if len(known) == len(parts) else None

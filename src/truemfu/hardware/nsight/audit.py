@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -41,63 +41,24 @@ class KernelWork(msgspec.Struct, frozen=True, kw_only=True):
     """All launches of one kernel; values that ncu did not report are None.
 
     `needed_flops` is what the counted products of these launches need, if each of them was found;
-    `pipe_cycles` are all active cycles of the tensor pipe, `matrix_cycles` those with products.
+    `pipe_cycles` are all active cycles of the tensor pipe, `matrix_cycles` those with products. Rates are
+    operations in an active cycle of one sub-core. A counter of active cycles overstates the work of a kernel
+    that is below the usual rate of its dtype.
     """
 
     name: str
     kind: str
     launches: int
     executed_flops: int | None
-    needed_flops: int | None = None
-    dtypes: tuple[str, ...] = ()
-    pipe_cycles: int | None = None
-    matrix_cycles: int | None = None
-    usual_flops_per_cycle: float | None = None
-
-    @property
-    def non_matrix_cycles(self) -> int | None:
-        """Active cycles beyond matrix work."""
-        if self.pipe_cycles is None or self.matrix_cycles is None:
-            return None
-        return self.pipe_cycles - self.matrix_cycles
-
-    @property
-    def flops_per_cycle(self) -> float | None:
-        """Operations in an active cycle of one sub-core."""
-        if not self.executed_flops or not self.matrix_cycles:
-            return None
-        return self.executed_flops / self.matrix_cycles
-
-    @property
-    def share_of_usual_rate(self) -> float | None:
-        """1 if the kernel does as much per cycle as usual for its dtype."""
-        if self.flops_per_cycle is None or self.usual_flops_per_cycle is None:
-            return None
-        return self.flops_per_cycle / self.usual_flops_per_cycle
-
-    @property
-    def usual_cycles(self) -> float | None:
-        """Active cycles of the hmma pipe that its work takes at the usual rates; None without a rate."""
-        if not self.executed_flops or set(self.dtypes) <= _OTHER_PIPES:
-            return 0.0
-        if self.usual_flops_per_cycle is None:
-            return None
-        return self.executed_flops / self.usual_flops_per_cycle
-
-    @property
-    def is_below_usual_rate(self) -> bool:
-        """Whether a counter of active cycles overstates its work."""
-        return self.share_of_usual_rate is not None and self.share_of_usual_rate < _AT_RATE
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data with the attribute names as keys, ready for JSON."""
-        return {
-            **msgspec.to_builtins(self),
-            "non_matrix_cycles": self.non_matrix_cycles,
-            "flops_per_cycle": self.flops_per_cycle,
-            "share_of_usual_rate": self.share_of_usual_rate,
-            "is_below_usual_rate": self.is_below_usual_rate,
-        }
+    needed_flops: int | None
+    dtypes: tuple[str, ...]
+    pipe_cycles: int | None
+    matrix_cycles: int | None
+    non_matrix_cycles: int | None
+    flops_per_cycle: float | None
+    usual_flops_per_cycle: float | None
+    share_of_usual_rate: float | None
+    is_below_usual_rate: bool
 
 
 class Audit(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,7 +66,8 @@ class Audit(msgspec.Struct, frozen=True, kw_only=True):
 
     The mappings by kind have the keys attention, convolution, matmul and other. `counted_by_kind` is what
     the model needs; `expected_by_kind` includes recomputation, tiles and blocks of masks, and has no key
-    for a kind whose recomputation is not known. `unmeasured_launches` had no value.
+    for a kind whose recomputation is not known. `unmeasured_launches` had no value. `pipe_cycles` are active
+    cycles of the tensor pipe, summed over sub-cores, `matrix_cycles` those with matrix instructions.
     """
 
     kernels: tuple[KernelWork, ...]
@@ -120,43 +82,18 @@ class Audit(msgspec.Struct, frozen=True, kw_only=True):
     """Executed beyond 2·m·n·k because tiles overhang, for launches with a matched product, or None."""
     unmatched_flops: int | None
     """Executed by matrix products that match no counted one."""
-    products: tuple[AuditedProduct, ...] = ()
+    products: tuple[AuditedProduct, ...]
     """The matched products, by shape."""
-    count: StepCount | None = None
-
-    @property
-    def pipe_cycles(self) -> int | None:
-        """Active cycles of the tensor pipe, summed over sub-cores."""
-        return _sum([kernel.pipe_cycles for kernel in self.kernels])
-
-    @property
-    def matrix_cycles(self) -> int | None:
-        """Those of them with matrix instructions."""
-        return _sum([kernel.matrix_cycles for kernel in self.kernels])
-
-    @property
-    def executed_over_activity(self) -> float | None:
-        """Executed FLOPs relative to the pipe's activity; None if a part of it is not known."""
-        cycles = [kernel.usual_cycles for kernel in self.kernels]
-        known = [usual for usual in cycles if usual is not None]
-        if not self.pipe_cycles or self.unmeasured_launches or len(known) < len(cycles) or not sum(known):
-            return None
-        return sum(known) / self.pipe_cycles
+    count: StepCount | None
+    pipe_cycles: int | None
+    matrix_cycles: int | None
+    executed_over_activity: float | None
+    """Executed FLOPs relative to the pipe's activity; None if a part of it is not known."""
 
     @property
     def below_usual_rate(self) -> tuple[KernelWork, ...]:
         """Kernels that need more cycles for their work than usual for their dtype."""
         return tuple(kernel for kernel in self.kernels if kernel.is_below_usual_rate)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data with the attribute names as keys, ready for JSON."""
-        return {
-            **msgspec.to_builtins(self),
-            "kernels": [kernel.as_dict() for kernel in self.kernels],
-            "pipe_cycles": self.pipe_cycles,
-            "matrix_cycles": self.matrix_cycles,
-            "executed_over_activity": self.executed_over_activity,
-        }
 
 
 def audit_of(launches: Sequence[KernelLaunch], count: StepCount | None = None) -> Audit:
@@ -185,10 +122,11 @@ def audit_of(launches: Sequence[KernelLaunch], count: StepCount | None = None) -
     counted: dict[str, int] = defaultdict(int)
     for operator, amount in (count.model_flops_by_operator if count is not None else {}).items():
         counted[kind_of(operator, otherwise="matmul")] += amount
+    unmeasured = sum(work.flops is None for work in works)
     return Audit(
         kernels=tuple(sorted(kernels, key=_most_first)),
         launches=len(launches),
-        unmeasured_launches=sum(work.flops is None for work in works),
+        unmeasured_launches=unmeasured,
         executed_flops=_sum([kernel.executed_flops for kernel in kernels]),
         executed_by_dtype={dtype: amount for dtype, amount in by_dtype.items() if amount},
         executed_by_kind={kind: amount for kind, amount in by_kind.items() if amount},
@@ -203,7 +141,20 @@ def audit_of(launches: Sequence[KernelLaunch], count: StepCount | None = None) -
             for (m, n, k), (needed, executed) in sorted(by_shape.items())
         ),
         count=count,
+        pipe_cycles=_sum([kernel.pipe_cycles for kernel in kernels]),
+        matrix_cycles=_sum([kernel.matrix_cycles for kernel in kernels]),
+        executed_over_activity=None if unmeasured else _over_activity(kernels),
     )
+
+
+def _over_activity(kernels: Sequence[KernelWork]) -> float | None:
+    usual, active = 0.0, _sum([kernel.pipe_cycles for kernel in kernels])
+    for kernel in kernels:
+        if kernel.executed_flops and not set(kernel.dtypes) <= _OTHER_PIPES:
+            if kernel.usual_flops_per_cycle is None:
+                return None
+            usual += kernel.executed_flops / kernel.usual_flops_per_cycle
+    return usual / active if usual and active else None
 
 
 class _LaunchWork(NamedTuple):
@@ -245,16 +196,26 @@ def _kernel(works: Sequence[_LaunchWork]) -> KernelWork:
             by_dtype[dtype] += amount
     done = {dtype: amount for dtype, amount in sorted(by_dtype.items()) if amount}
     launches = [work.launch for work in works]
+    executed = _sum([work.executed for work in works])
+    active = _sum([launch.metrics.get(PIPE_METRIC) for launch in launches])
+    matrix = _sum([launch.metrics.get(MATRIX_METRIC) for launch in launches])
+    rate = executed / matrix if executed and matrix else None
+    usual = _usual_rate(launches[0].compute_capability, done)
+    share = None if rate is None or usual is None else rate / usual
     return KernelWork(
         name=launches[0].name,
         kind=works[0].kind,
         launches=len(launches),
-        executed_flops=_sum([work.executed for work in works]),
+        executed_flops=executed,
         needed_flops=_sum([work.needed for work in works]) if all(work.needed for work in works) else None,
         dtypes=tuple(done),
-        pipe_cycles=_sum([launch.cycles(PIPE_METRIC) for launch in launches]),
-        matrix_cycles=_sum([launch.cycles(MATRIX_METRIC) for launch in launches]),
-        usual_flops_per_cycle=_usual_rate(launches[0].compute_capability, done),
+        pipe_cycles=active,
+        matrix_cycles=matrix,
+        non_matrix_cycles=None if active is None or matrix is None else active - matrix,
+        flops_per_cycle=rate,
+        usual_flops_per_cycle=usual,
+        share_of_usual_rate=share,
+        is_below_usual_rate=share is not None and share < _AT_RATE,
     )
 
 

@@ -61,10 +61,6 @@ class KernelLaunch(msgspec.Struct, frozen=True, kw_only=True):
                 by_dtype[source.partition("_")[0]] += value
         return dict(by_dtype)
 
-    def cycles(self, metric: str) -> int | None:
-        """The cycles that `PIPE_METRIC` or `MATRIX_METRIC` counted; None if they were not collected."""
-        return self.metrics.get(metric)
-
 
 def parse_ncu_csv(text: str) -> tuple[KernelLaunch, ...]:
     """The launches in the CSV output of ncu, ignoring other text before, between and after the table.

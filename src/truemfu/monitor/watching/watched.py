@@ -113,6 +113,7 @@ class CalledModels(WatchedModels):
     For a module whose training code is a method of its own, such as a LightningModule. The outermost calls
     are noted, each with its own batch; a call inside another one belongs to that one.
 
+    `names` are those of the roots, by default of their classes.
     `are_separate`: the parts of one root are models of their own, which are frozen separately, such as a
     generator and its critic. The root is not watched then, and each part has an MFU under its name in the
     root. A call of the root is not noted where `is_other_call`: something else than its forward runs.
@@ -121,10 +122,11 @@ class CalledModels(WatchedModels):
     def __init__(
         self,
         *roots: nn.Module,
+        names: Sequence[str] = (),
         are_separate: bool = False,
         is_other_call: Callable[[nn.Module], bool] = lambda root: False,
     ) -> None:
-        self._set_roots(named_models(list(roots)))
+        self._set_roots(dict(zip(names, roots, strict=True)) if names else named_models(list(roots)))
         self.modules = []
         self.is_one = False
         self._are_separate, self._is_other_call = are_separate, is_other_call

@@ -70,7 +70,11 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
     independent_steps_b: float
     verdict: str
     """Of the median step time: "slower", "faster" or "no difference shown"."""
+    smallest_shown: float
+    """The smallest slow-down that this data could have shown, as a fraction."""
     is_beyond_limit: bool
+    is_unsure: bool
+    """Whether no difference was shown, and a slow-down by the limit could not have been."""
     figures: list[ComparedFigure]
     """The median step time first."""
 
@@ -108,6 +112,11 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     notes: list[str]
     is_within_limit: bool
     """False if a pair is beyond the limit, or with a limit an experiment of A failed in B."""
+
+    @property
+    def unsure(self) -> list[Pair]:
+        """Pairs whose data is too noisy, or too little, for the limit."""
+        return [pair for pair in self.pairs if pair.is_unsure]
 
 
 def compare(
@@ -211,6 +220,7 @@ class _Judge:
         assert step_time.high is not None
         verdict = SLOWER if step_time.low > 1 else FASTER if step_time.high < 1 else UNCLEAR
         is_beyond = self._limit is not None and verdict == SLOWER and step_time.ratio > 1 + self._limit
+        smallest = step_time.ratio / step_time.low - 1
         figures = [
             step_time,
             self._estimated("step_time_mean_s", sides, lambda series: series.step_times_s, mean_of),
@@ -229,7 +239,9 @@ class _Judge:
             independent_steps_a=sum(estimate.independent_steps for estimate in medians[0]),
             independent_steps_b=sum(estimate.independent_steps for estimate in medians[1]),
             verdict=verdict,
+            smallest_shown=smallest,
             is_beyond_limit=is_beyond,
+            is_unsure=self._limit is not None and verdict == UNCLEAR and smallest > self._limit,
             figures=[figure for figure in figures if figure is not None],
         )
 
@@ -288,7 +300,7 @@ def _notes(groups: Sequence[_Group]) -> list[str]:
             notes += measured.notes
         notes += [f"versions differ: {text}" for text in version_differences(own[0], others[0])]
         if unchecked := unchecked_facts(own[0], others[0]):
-            notes.append(f"known of one side alone, and not checked: {', '.join(unchecked)}")
+            notes.append(f"known on one side only, not checked: {', '.join(unchecked)}")
         if not all(have_same_peak(own[0], measured) for measured in (*own, *others)):
             notes.append("MFU is not compared: the two sides have different peaks")
     return notes

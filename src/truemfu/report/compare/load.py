@@ -14,15 +14,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...errors import RecordError, UsageError
-from ...records import LOG_FILE, RUN_FILE, CaseResult, RunRecord, Status, read_record
+from ...errors import UsageError
+from ...records import CaseResult, RunRecord, Status
 from ...run_summary.texts import shapes_text
 from ...sweep.paths import RECORD_FILE
 from ...utilization import share_of_peak
 from ..folder import run_or_sweep
-from ..run.load import holds_run
+from ..run.load import holds_run, load_run
 from ..sweep.load import LoadedSweep, SweepEntry
-from .step_series import StepSeries, StepSize, read_series
+from .step_series import StepSeries, StepSize, series_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,23 +89,9 @@ def _repeats(path: Path) -> list[Path]:
 
 
 def _run(folder: Path) -> MeasuredRun:
-    notes = []
-    record: RunRecord | None = None
-    try:
-        record = read_record(folder / RUN_FILE, RunRecord)
-    except RecordError as error:
-        notes.append(f"{error}: its device, model and convention are not known, and not checked")
-    log_name = LOG_FILE if record is None else Path(record.log_file).name
-    try:
-        series = read_series(folder / log_name)
-    except OSError as error:
-        raise UsageError(f"{folder / log_name} cannot be read: {error.strerror}") from error
-    if series.is_damaged:
-        unread = f"{series.unread_rows:,} rows" if series.unread_rows else "a part of it"
-        notes.append(f"{folder / log_name} is damaged: {unread} could not be read")
+    run = load_run(folder)
+    record, series = run.record, series_of(run.rows)
     summary = None if record is None else record.summary
-    if record is not None and summary is None:
-        notes.append(f"{folder} has no summary: it is still running, or ended without closing its monitor")
     return MeasuredRun(
         where=str(folder),
         series=series,
@@ -113,8 +99,8 @@ def _run(folder: Path) -> MeasuredRun:
         versions={} if record is None else {**record.versions, "Python": record.python or "unknown"},
         peak_source=None if summary is None else summary.peak_source,
         is_on_cpu=record is not None and record.device == "cpu",
-        files=(folder / RUN_FILE, folder / log_name),
-        notes=tuple(notes),
+        files=tuple(run.files),
+        notes=tuple(f"{folder}: {note}" for note in run.notes),
     )
 
 

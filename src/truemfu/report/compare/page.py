@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ...text import shortened
 from ..drawing.html import write_template
-from ..drawing.line_chart import Tick, tick_text, values_axis
+from ..drawing.line_chart import Axis, values_axis
 from .compare import FASTER, SLOWER, Comparison, Pair
 from .texts import LONGEST_NAME, TITLE, conclusions, figure_name, remarks, sides_of, tables_of
 
@@ -25,32 +25,41 @@ _WIDEST = 4.0
 _KINDS = {SLOWER: "slower", FASTER: "faster"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class RatioBar:
-    """A ratio and its interval, in percent of the chart's width; `kind` selects the colour.
-
-    `decides`: the limit applies to it, since it is a median step time.
-    """
+class RatioBar(NamedTuple):
+    """A ratio and its interval."""
 
     name: str
-    text: str
-    kind: str
-    decides: bool
-    at_percent: float
-    low_percent: float
-    width_percent: float
+    ratio: float
+    low: float
+    high: float
+    decided: Pair | None
+    """The limit applies to a median step time alone."""
+
+    @property
+    def kind(self) -> str:
+        """Selects the colour."""
+        if self.decided is None:
+            return ""
+        return "beyond" if self.decided.is_beyond_limit else _KINDS.get(self.decided.verdict, "")
+
+    @property
+    def weight(self) -> tuple[bool, float]:
+        """What is beyond the limit is drawn first, then what differs most."""
+        return self.kind == "beyond", abs(math.log(_within(self.ratio)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bars:
-    """The chart; the percents are where a ratio of 1 and the limit are."""
+    """The chart; `limit` is the ratio that must not be exceeded."""
 
     bars: Sequence[RatioBar]
-    ticks: Sequence[Tick]
-    equal_percent: float
-    limit_percent: float | None
-    limit_text: str
+    axis: Axis
+    limit: float | None
     left_out: int
+
+    def percent(self, ratio: float) -> float:
+        """The position of a ratio, in percent of the chart's width."""
+        return self.axis.across(_within(ratio)) / 10
 
 
 def write_comparison_page(path: Path, comparison: Comparison) -> Path:
@@ -74,7 +83,7 @@ def _bars(comparison: Comparison) -> Bars | None:
     else:
         rows = [(shortened(pair.name, LONGEST_NAME), pair.step_time, pair) for pair in comparison.pairs]
     known = [
-        _Drawn(name, figure.ratio, figure.low, figure.high, pair if figure is pair.step_time else None)
+        RatioBar(name, figure.ratio, figure.low, figure.high, pair if figure is pair.step_time else None)
         for name, figure, pair in rows
         if figure.low is not None and figure.high is not None
     ]
@@ -82,53 +91,13 @@ def _bars(comparison: Comparison) -> Bars | None:
         return None
     most_telling = sorted(range(len(known)), key=lambda at: known[at].weight, reverse=True)[:_MOST_BARS]
     shown = [known[at] for at in sorted(most_telling)]
-    limit = comparison.max_regression
+    limit = None if comparison.max_regression is None else 1 + comparison.max_regression
     ends = [_within(end) for each in shown for end in (each.ratio, each.low, each.high)]
-    marks = _NARROWEST if limit is None else (*_NARROWEST, _within(1 + limit))
+    marks = _NARROWEST if limit is None else (*_NARROWEST, _within(limit))
     axis = values_axis([*ends, *marks], from_zero=False, cuts_spikes=False)
-
-    def percent(ratio: float) -> float:
-        return 100 * axis.part(_within(ratio))
-
-    return Bars(
-        bars=[
-            RatioBar(
-                name=each.name,
-                text=f"{each.ratio:.3f}" if each.ratio < 100 else f"{each.ratio:,.0f}",
-                kind="" if each.decided is None else _kind(each.decided),
-                decides=each.decided is not None,
-                at_percent=percent(each.ratio),
-                low_percent=percent(each.low),
-                width_percent=percent(each.high) - percent(each.low),
-            )
-            for each in shown
-        ],
-        ticks=[Tick(percent=100 * axis.part(at), text=tick_text(at, axis.step)) for at in axis.ticks()],
-        equal_percent=percent(1.0),
-        limit_percent=None if limit is None else percent(1 + limit),
-        limit_text="" if limit is None else f"the limit, {1 + limit:.6g}",
-        left_out=len(known) - len(shown),
-    )
-
-
-class _Drawn(NamedTuple):
-    name: str
-    ratio: float
-    low: float
-    high: float
-    decided: Pair | None
-
-    @property
-    def weight(self) -> tuple[bool, float]:
-        """What is beyond the limit is drawn first, then what differs most."""
-        is_beyond = self.decided is not None and self.decided.is_beyond_limit
-        return is_beyond, abs(math.log(_within(self.ratio)))
+    return Bars(bars=shown, axis=axis, limit=limit, left_out=len(known) - len(shown))
 
 
 def _within(ratio: float) -> float:
     """The ratio, or the end of the widest chart."""
     return min(max(ratio, 1 / _WIDEST), _WIDEST)
-
-
-def _kind(pair: Pair) -> str:
-    return "beyond" if pair.is_beyond_limit else _KINDS.get(pair.verdict, "")

@@ -11,10 +11,9 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
-from ..run.log_rows import read_log
+from ..run.log_rows import LogRows
 from ..run.log_summary import peak_flops_per_s
 
 
@@ -42,15 +41,11 @@ class StepSeries:
     peak_memory_bytes: int | None = None
     steps_per_row: int = 1
     """The usual number of steps from one row to the next."""
-    is_damaged: bool = False
-    """Whether a part of the log could not be read: `unread_rows` rows, or what does not begin as one."""
-    unread_rows: int = 0
 
 
-def read_series(path: Path) -> StepSeries:
-    """The series of the log at `path`; an OSError if it cannot be read."""
-    log = read_log(path)
-    rows, times = log.rows, log.rows.column("step_time_s")
+def series_of(rows: LogRows) -> StepSeries:
+    """The series of a log."""
+    times = rows.column("step_time_s")
     is_warmup = rows.column("is_warmup")
     kept = array(
         "q", [at for at, seconds in enumerate(times) if 0 < seconds < math.inf and not is_warmup[at]]
@@ -68,8 +63,6 @@ def read_series(path: Path) -> StepSeries:
         peak_flops_per_s=peak_flops_per_s(rows),
         peak_memory_bytes=int(max(peaks)) if peaks else None,
         steps_per_row=round(median(gaps)) if gaps else 1,
-        is_damaged=log.is_damaged,
-        unread_rows=log.unread,
     )
 
 

@@ -38,8 +38,11 @@ def conclusions(comparison: Comparison) -> list[str]:
         is_slower = any(pair.is_beyond_limit for pair in comparison.pairs)
         if is_slower:
             sentences.append(f"This is beyond the limit of {limit}.")
+        elif unsure := comparison.unsure:
+            where = "" if comparison.kind == "run" else f" in {_names([pair.name for pair in unsure])}"
+            sentences.append(f"Cannot tell whether B is slower by more than the limit of {limit}{where}.")
         elif comparison.is_within_limit:
-            sentences.append(f"Nothing is shown to be beyond the limit of {limit}.")
+            sentences.append(f"No slow-down beyond the limit of {limit}.")
         else:
             sentences.append(f"No step time is beyond the limit of {limit}; what failed in B is.")
     return sentences
@@ -54,7 +57,12 @@ def _of_run(comparison: Comparison) -> str:
     (pair,) = comparison.pairs
     step = pair.step_time
     change = f"step time {_change(step.ratio)} (95 %: {_change(step.low)} to {_change(step.high)})"
-    return f"No difference shown: {change}." if pair.verdict == UNCLEAR else f"B is {pair.verdict}: {change}."
+    if pair.verdict != UNCLEAR:
+        return f"B is {pair.verdict}: {change}."
+    return (
+        f"No difference shown: {change}. The smallest slow-down that this data could show is "
+        f"{_percent(pair.smallest_shown)}."
+    )
 
 
 def _change(ratio: float | None) -> str:
@@ -111,6 +119,7 @@ def tables_of(comparison: Comparison) -> list[Table]:
                 measures("B", duration, lambda pair: pair.step_time.b, unit="s"),
                 digits("B / A", lambda pair: f"{pair.step_time.ratio:.3f}"),
                 words("interval", lambda pair: _interval(pair.step_time)),
+                words("smallest shown", lambda pair: _percent(pair.smallest_shown)),
                 words("result", _result),
             ],
             sentence=(
@@ -181,7 +190,7 @@ def _steps(pair: Pair) -> str:
     )
     return " ".join(
         f"{side}: {'1 run' if runs == 1 else f'{runs} runs'}, {steps:,} steps after warm-up, "
-        f"as informative as {independent:,.0f} independent ones."
+        f"equivalent to {independent:,.0f} independent ones."
         for side, runs, steps, independent in sides
     )
 
@@ -196,16 +205,16 @@ def remarks(comparison: Comparison) -> list[str]:
             f"standard deviation of {_percent(comparison.run_to_run)} between runs (--run-to-run).{repeat}"
         )
     if (limit := comparison.max_regression) is not None:
-        unsure = [
+        reaching = [
             pair
             for pair in comparison.pairs
             if not pair.is_beyond_limit and (pair.step_time.high or 0.0) > 1 + limit
         ]
-        if unsure:
-            what = "This comparison" if comparison.kind == "run" else _names([pair.name for pair in unsure])
+        if reaching:
+            what = "This comparison" if comparison.kind == "run" else _names([pair.name for pair in reaching])
             found.append(
                 f"{what} cannot exclude a slow-down of more than {_percent(limit)}: the interval is wide. "
-                "Longer or repeated runs narrow it."
+                "Longer or repeated runs narrow it; --fail-if-unsure makes this an error."
             )
     if stalled := [pair for pair in comparison.pairs if pair.verdict != SLOWER and _has_slower_mean(pair)]:
         where = "B" if comparison.kind == "run" else f"B in {_names([pair.name for pair in stalled])}"

@@ -1,7 +1,7 @@
-"""Line charts over steps, as paths for an SVG that is stretched to the width of the page.
+"""Line charts over steps: their axes, their values in buckets, and the table of them.
 
-Coordinates are in a square of `SIDE` × `SIDE` units, the origin at the top left; ticks are in percent of it.
-The drawing is stretched, its text is not: ticks and legends are set by the page around it.
+`templates/macros.html.jinja` draws them: a square of 1000 × 1000 units, the origin at the top left, that is
+stretched to the width of the page. Its text is not stretched: ticks and legends are set around it.
 
 A long log is thinned: neighbouring rows share a bucket, which is drawn as the median of its values on a band
 from its lowest to its highest, so that no spike is lost. A few values far above all others would flatten
@@ -14,12 +14,11 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import and_, attrgetter
 from types import MappingProxyType
 
 from .tables import Cell, Column, Table
 
-SIDE = 1000
 MOST_ROWS = 500
 """Up to this many rows are drawn as they are."""
 BUCKETS = 250
@@ -31,6 +30,9 @@ _USUAL = 0.98
 _FAR = 3.0
 _SAME = 1e-9
 _MARK_PLACES = 200
+SIDE = 1000
+"""Units of a drawing in the templates."""
+_DASH_PERIOD = 18
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,46 +42,6 @@ class Series:
     name: str
     values: Sequence[float | None]
     key: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tick:
-    percent: float
-    text: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Line:
-    """A drawn series: the path of its line, and of the band behind it if it was thinned."""
-
-    name: str
-    key: int
-    path: str
-    band: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChartMark:
-    """A vertical line at a step, such as a checkpoint; `kind` selects its colour."""
-
-    percent: float
-    kind: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Chart:
-    """Everything a page needs to draw it."""
-
-    title: str
-    unit: str
-    lines: Sequence[Line]
-    x_ticks: Sequence[Tick]
-    y_ticks: Sequence[Tick]
-    beyond: str | None
-    """A sentence about the values above the drawing."""
-    table: Table
-    """The drawn values, a row for each position."""
-    marks: Sequence[ChartMark] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +57,36 @@ class Bucket:
     @property
     def step(self) -> float:
         return (self.first + self.last) / 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """A series as stretches of buckets without a gap."""
+
+    name: str
+    key: int
+    runs: Sequence[Sequence[Bucket]]
+    dashes: str = ""
+    """Of a line that runs on top of another one, which is seen through its gaps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """Everything a page needs to draw it."""
+
+    title: str
+    unit: str
+    lines: Sequence[Line]
+    x: Axis
+    y: Axis
+    is_thinned: bool
+    """Whether a line is the middle of a band."""
+    beyond: str | None
+    """A sentence about the values above the drawing."""
+    table: Table
+    """The drawn values, a row for each position."""
+    marks: Mapping[str, Sequence[int]]
+    """Where there is a vertical line, such as for a checkpoint, by what it is for."""
 
 
 def line_chart(
@@ -116,30 +108,34 @@ def line_chart(
         return None
     x = _steps_axis(steps)
     drawn = [bucket for _, buckets in shown for bucket in buckets if bucket is not None]
-    ends = [bucket.low for bucket in drawn] if _is_thinned(len(steps)) else []
+    is_thinned = _is_thinned(len(steps))
+    ends = [bucket.low for bucket in drawn] if is_thinned else []
     y = values_axis([*ends, *(bucket.high for bucket in drawn)], from_zero, cuts_spikes)
     has_beyond = max(bucket.high for bucket in drawn) > y.high
-    is_thinned = _is_thinned(len(steps))
-    lines = []
-    for one, buckets in shown:
-        runs = _runs(buckets)
-        lines.append(
-            Line(
-                name=one.name,
-                key=one.key,
-                path=" ".join(_stroke(run, x, y) for run in runs),
-                band=" ".join(_area(run, x, y) for run in runs) if is_thinned else "",
-            )
-        )
     return Chart(
         title=title,
         unit=unit,
-        lines=lines,
-        x_ticks=[Tick(percent=100 * x.part(v), text=tick_text(v, x.step)) for v in x.ticks()],
-        y_ticks=[Tick(percent=100 * (1 - y.part(v)), text=tick_text(v, y.step)) for v in y.ticks()],
+        lines=[
+            Line(
+                name=one.name,
+                key=one.key,
+                runs=_runs(buckets),
+                dashes=_dashes((number + 1) / len(shown))
+                if any(_coincide(buckets, other) for _, other in shown[number + 1 :])
+                else "",
+            )
+            for number, (one, buckets) in enumerate(shown)
+        ],
+        x=x,
+        y=y,
+        is_thinned=is_thinned,
         beyond=_beyond(steps, [one for one, _ in shown], y.high, unit) if has_beyond else None,
         table=_table(title, unit, shown, x, marks, is_thinned=is_thinned),
-        marks=[mark for kind, found in marks.items() for mark in _marks(kind, found, x)],
+        # Marks that would be drawn on top of each other are one.
+        marks={
+            kind: sorted({round(_MARK_PLACES * x.part(step)) * SIDE // _MARK_PLACES for step in found})
+            for kind, found in marks.items()
+        },
     )
 
 
@@ -173,6 +169,16 @@ def _runs(buckets: Iterable[Bucket | None]) -> list[list[Bucket]]:
         elif runs[-1]:
             runs.append([])
     return [run for run in runs if run]
+
+
+def _coincide(one: Sequence[Bucket | None], other: Sequence[Bucket | None]) -> bool:
+    """Whether two lines have a stretch in common."""
+    same = [a is not None and b is not None and a.middle == b.middle for a, b in zip(one, other, strict=True)]
+    return any(map(and_, same, same[1:]))
+
+
+def _dashes(part: float) -> str:
+    return f"{_DASH_PERIOD * part:.1f} {_DASH_PERIOD * (1 - part):.1f}"
 
 
 def _table(
@@ -225,12 +231,6 @@ def _cell(value: float | None) -> Cell:
     return Cell(text="unknown" if value is None else f"{value:.4g}".replace("e+", "e"))
 
 
-def _marks(kind: str, steps: Iterable[int], x: Axis) -> list[ChartMark]:
-    """Marks at their steps; those that would be drawn on top of each other are one."""
-    places = sorted({round(_MARK_PLACES * x.part(step)) for step in steps})
-    return [ChartMark(percent=100 * place / _MARK_PLACES, kind=kind) for place in places]
-
-
 def thinning(rows: int) -> str | None:
     """A sentence on how charts of that many rows were thinned; None if they were not."""
     if not _is_thinned(rows):
@@ -261,9 +261,20 @@ class Axis:
         """The position of a value in the range, from 0 to 1; a value above the range is at 1."""
         return (min(value, self.high) - self.low) / (self.high - self.low)
 
-    def ticks(self) -> list[float]:
+    def across(self, value: float) -> float:
+        """The position of a value from the left, in units of the drawing."""
+        return round(SIDE * self.part(value), 1)
+
+    def down(self, value: float) -> float:
+        """The position of a value from the top."""
+        return round(SIDE * (1 - self.part(value)), 1)
+
+    @property
+    def ticks(self) -> dict[float, str]:
+        """The values with a tick, and their texts."""
         first, last = math.ceil(self.low / self.step - 1e-9), math.floor(self.high / self.step + 1e-9)
-        return [count * self.step for count in range(first, last + 1)]
+        values = [count * self.step for count in range(first, last + 1)]
+        return {value: tick_text(value, self.step) for value in values}
 
 
 def _steps_axis(steps: Sequence[int]) -> Axis:
@@ -331,19 +342,3 @@ def _beyond(steps: Sequence[int], series: Iterable[Series], top: float, unit: st
     what = "1 value is" if len(above) == 1 else f"{len(above):,} values are"
     text = f"{highest:,.0f}" if 1e3 <= highest < 1e9 else f"{highest:.4g}"
     return f"{what} above the chart, up to {text}{unit and ' ' + unit} at step {step:,}."
-
-
-def _stroke(run: Sequence[Bucket], x: Axis, y: Axis) -> str:
-    points = [_point(bucket.step, bucket.middle, x, y) for bucket in run]
-    # A line of length zero with round ends is a dot, for a single value.
-    return f"M{'L'.join(points if len(points) > 1 else points * 2)}"
-
-
-def _area(run: Sequence[Bucket], x: Axis, y: Axis) -> str:
-    there = [_point(bucket.step, bucket.high, x, y) for bucket in run]
-    back = [_point(bucket.step, bucket.low, x, y) for bucket in reversed(run)]
-    return f"M{'L'.join(there + back)}Z"
-
-
-def _point(step: float, value: float, x: Axis, y: Axis) -> str:
-    return f"{SIDE * x.part(step):.1f} {SIDE * (1 - y.part(value)):.1f}"

@@ -55,8 +55,7 @@ class LoadedRun:
     @property
     def files(self) -> list[Path]:
         """The files it was read from."""
-        log_name = LOG_FILE if self.record is None else _log_name(self.record)
-        return [self.folder / RUN_FILE, self.folder / log_name]
+        return [self.folder / RUN_FILE, self.folder / _log_name(self.record)]
 
 
 def holds_run(folder: Path) -> bool:
@@ -71,17 +70,17 @@ def load_run(folder: Path | str) -> LoadedRun:
         raise UsageError(f"{folder} does not contain a run: expected {RUN_FILE} or {LOG_FILE}")
     notes: list[str] = []
     record, fault = _record(folder / RUN_FILE)
+    summary = None if record is None else record.summary
     if fault is not None:
         notes.append(f"{fault}; {_WITHOUT_RECORD}.")
-    elif record is not None and record.summary is None:
+    elif summary is None:
         notes.append(
             "The run has no summary yet: it is still running, or it ended without closing its monitor; "
             "the figures are those of its log."
         )
-    elif record is not None and record.summary is not None and record.summary.ended_by is not None:
-        notes.append(f"The run was ended by {record.summary.ended_by}.")
-    log_name = LOG_FILE if record is None else _log_name(record)
-    summary = None if record is None else record.summary
+    elif summary.ended_by is not None:
+        notes.append(f"The run was ended by {summary.ended_by}.")
+    log_name = _log_name(record)
     log = _log(folder / log_name, has_summary=summary is not None, notes=notes)
     rows = log.rows
     if record is None and not rows:
@@ -93,7 +92,7 @@ def load_run(folder: Path | str) -> LoadedRun:
     logged = None if summary is None else summary.steps
     if logged is not None and len(rows) > logged:
         notes.append(
-            f"The log contains {len(rows):,} steps, the summary only covers the last start: {logged:,} steps."
+            f"The log has {len(rows):,} steps, and the summary covers the {logged:,} since the last start."
         )
     return LoadedRun(
         folder=folder,
@@ -105,9 +104,9 @@ def load_run(folder: Path | str) -> LoadedRun:
     )
 
 
-def _log_name(record: RunRecord) -> str:
+def _log_name(record: RunRecord | None) -> str:
     """Only the file name: files from elsewhere must not lead out of the folder."""
-    return Path(record.log_file).name
+    return LOG_FILE if record is None else Path(record.log_file).name
 
 
 def _record(path: Path) -> tuple[RunRecord | None, str | None]:
@@ -133,8 +132,11 @@ def _log(path: Path, *, has_summary: bool, notes: list[str]) -> ReadLog:
             f"The log {path.name} {what}: {log.read:,} rows were read, {log.unread:,} could not be read."
         )
     if log.repeated:
-        what = "1 row repeats" if log.repeated == 1 else f"{log.repeated:,} rows repeat"
-        notes.append(f"{what} a step that was logged again (the run was restarted): the last row counts.")
+        what = "1 step was" if log.repeated == 1 else f"{log.repeated:,} steps were"
+        notes.append(
+            f"{what} logged twice, and the last row counts: the run was restarted, or two runs share this "
+            "folder."
+        )
     return log
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from operator import lt
 from pathlib import Path
-from typing import Annotated, Any, overload
+from typing import Annotated, Any
 
 import msgspec
 
@@ -74,7 +74,7 @@ _DEFAULTS = {one.name: one.default for one in msgspec.structs.fields(LogRow)}
 _NUMBERS = frozenset(one.name for one in msgspec.structs.fields(LogRow) if one.type == float | None)
 
 
-class LogRows(Sequence[LogRow]):
+class LogRows:
     """Rows by their step, each step once."""
 
     def __init__(self, rows: Sequence[LogRow] = ()) -> None:
@@ -87,13 +87,7 @@ class LogRows(Sequence[LogRow]):
     def __len__(self) -> int:
         return len(self.steps)
 
-    @overload
-    def __getitem__(self, index: int) -> LogRow: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[LogRow]: ...
-    def __getitem__(self, index: int | slice) -> LogRow | list[LogRow]:
-        if isinstance(index, slice):
-            return [self[at] for at in range(*index.indices(len(self)))]
+    def __getitem__(self, index: int) -> LogRow:
         at = range(len(self))[index]
         values: dict[str, Any] = {name: column[at] for name, column in self._columns.items()}
         known = {name: value for name, value in values.items() if value == value}  # NaN is unknown
@@ -175,7 +169,7 @@ class ReadLog:
 def read_log(path: Path, pattern: re.Pattern[bytes] | None = None) -> ReadLog:
     """Read a log block by block; an OSError if that is not possible."""
     log, block = ReadLog(), b""
-    newest: deque[bytes] = deque(maxlen=_NEWEST_BLOCKS)
+    newest: deque[bytes] = deque(maxlen=_NEWEST_BLOCKS if pattern is not None else 0)
     for number, block in enumerate(_blocks(path)):
         rows, unread = _rows_of(block, is_first=number == 0)
         log.rows.add(rows)

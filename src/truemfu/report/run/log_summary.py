@@ -10,6 +10,7 @@ from collections import Counter
 from itertools import compress
 from math import isfinite
 from operator import mul
+from typing import Any
 
 import msgspec
 
@@ -117,26 +118,18 @@ def peak_flops_per_s(rows: LogRows) -> float | None:
 def _hardware(window: LastWindow, rows: LogRows) -> RunHardware:
     """A row's metrics of a window in the summary's form; a row is not enough for advice."""
     metric = window.metrics.get
-    rate_tflops, hfu, clock_mhz = (
-        metric(f"perf/{name}") for name in ("executed_tflops_per_gpu", "executed_hfu", "sm_clock_mhz")
-    )
+    rate_tflops, clock_mhz = metric("perf/executed_tflops_per_gpu"), metric("perf/sm_clock_mhz")
+    same: dict[str, Any] = {name: metric(f"perf/{name}") for name in RunHardware.__struct_fields__}
+    same = {name: value for name, value in same.items() if value is not None}
+    hfu = same.get("executed_hfu")
     peak = 1e12 * rate_tflops / hfu if rate_tflops and hfu else peak_flops_per_s(rows)
     parts = parts_of_metrics(window.metrics)
     recorded = msgspec.convert(parts, list[WaterfallPart], from_attributes=True)
     return RunHardware(
         executed_flops_per_s=None if rate_tflops is None else 1e12 * rate_tflops,
-        executed_hfu=hfu,
-        executed_over_activity=metric("perf/executed_over_activity"),
-        executed_over_counted=metric("perf/executed_over_counted"),
-        executed_over_expected=metric("perf/executed_over_expected"),
         clock_hz=None if clock_mhz is None else 1e6 * clock_mhz,
         clock_source=window.clock_source,
-        power_w=metric("perf/power_w"),
-        energy_j_per_step=metric("perf/energy_j_per_step"),
-        energy_j_per_million_tokens=metric("perf/energy_j_per_million_tokens"),
-        tensor_active=metric("perf/tensor_active"),
-        sm_active=metric("perf/sm_active"),
-        dram_active=metric("perf/dram_active"),
         limiter=limiter_of(parts[:-1]),
         waterfall=WaterfallRecord(parts=recorded, peak_flops_per_s=peak) if recorded else None,
+        **same,
     )

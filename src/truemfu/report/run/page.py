@@ -11,16 +11,18 @@ from ...records import RunRecord, RunSummary
 from ...run_summary.texts import (
     NO_SUMMARY,
     cost,
+    estimate_mark,
     facts,
     figures,
     hardware_figures,
     memory,
+    mfu_text,
     started,
     why_no_waterfall,
 )
 from ...text import duration, share, size
 from ..drawing.html import write_template
-from ..drawing.line_chart import SIDE, Chart, Series, line_chart, thinning
+from ..drawing.line_chart import Chart, Series, line_chart, thinning
 from ..drawing.tables import Table, digits, measures, table_of, words
 from .load import LastWindow, LoadedRun
 from .log_rows import LogRows
@@ -66,7 +68,6 @@ def write_run_page(path: Path, run: LoadedRun, price_per_gpu_hour: float | None 
         more_ranks=max(0, len(run.ranks.lines) - _MOST_RANKS),
         stragglers=[straggler.text for straggler in summary.stragglers if straggler.text],
         life=_life_table(run, pauses),
-        side=SIDE,
         remarks=[
             ("Warnings", summary.warnings),
             ("Lost", summary.lost),
@@ -93,7 +94,7 @@ def _lead(record: RunRecord, summary: RunSummary) -> str:
     if summary.steps is not None:
         words.append(f"{summary.steps:,} steps")
     if summary.median_mfu is not None:
-        words.append(f"MFU {share(summary.median_mfu)}")
+        words.append(f"MFU {mfu_text(summary)}")
     if began := started(record):
         words.append(began)
     return f"{', '.join(words)}."
@@ -151,12 +152,14 @@ def _charts(rows: LogRows, summary: RunSummary, pauses: Mapping[str, Mapping[int
         return []
     found = []
     for values in charted(summary.median_step_time_s):
-        names = dict(values.names)
+        names, title = dict(values.names), values.title
+        if "mfu" in names:
+            title += estimate_mark(summary)
         if "hfu" in names and _are_equal(rows.column("mfu"), rows.column("hfu")):
             names = {"mfu": "MFU, equal to HFU"}
         found.append(
             line_chart(
-                values.title,
+                title,
                 rows.steps,
                 [
                     Series(name=text, values=scaled(rows, name, values.times), key=key)

@@ -136,17 +136,13 @@ def life_of(rows: Iterable[RankRow], paused_s: Mapping[str, float]) -> list[Life
     own = [row for row in rows if row.rank == 0]
     if not own:
         return []
-    repeated_s, reached = 0.0, -1
+    repeated_s, restarts_s, reached = 0.0, 0.0, -1
     for before, after in pairwise(own):
         if after.number <= before.number:  # another attempt, perhaps from an earlier step
             reached = max(reached, before.step or 0)
+            restarts_s += max(0.0, after.at_s - _FIRST_ROW_S - before.at_s)
         if after.step is not None and after.step <= reached:
             repeated_s += after.steps * (after.step_time_s or 0.0)
-    restarts_s = sum(
-        max(0.0, after.at_s - _FIRST_ROW_S - before.at_s)
-        for before, after in pairwise(own)
-        if after.number <= before.number
-    )
     whole_s = own[-1].at_s - own[0].at_s + _FIRST_ROW_S
     parts = {
         "steps": sum(row.steps * row.step_time_s for row in own if row.step_time_s is not None) - repeated_s,

@@ -10,10 +10,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ...run_summary.texts import Figure, RunResults, cost, facts, figures, memory
-from ...text import share
+from ...run_summary.texts import (
+    Figure,
+    RunResults,
+    cost,
+    facts,
+    figures,
+    hfu_text,
+    memory,
+    mfu_text,
+    why_no_waterfall,
+)
+from ...text import number
 from ..drawing.html import write_template
-from ..drawing.line_chart import SIDE, Chart, Series, line_chart
+from ..drawing.line_chart import Chart, Series, line_chart
 from ..drawing.tables import Cell, Column, Table, plain, table_of
 from .load import LoadedRun
 from .log_summary import results_of
@@ -54,9 +64,9 @@ def write_runs_page(path: Path, runs: Sequence[LoadedRun], price_per_gpu_hour: f
         figures=_figures_table(shown, price_per_gpu_hour),
         facts=_facts_table(shown),
         waterfall=_waterfall_table(shown),
+        no_waterfall=list(dict.fromkeys(why_no_waterfall(one.results) for one in shown)),
         charts=list(_charts(shown)),
         worst=_worst_table(shown),
-        side=SIDE,
     )
 
 
@@ -69,33 +79,40 @@ def _names(runs: Sequence[LoadedRun]) -> list[str]:
 def _verdict(shown: Sequence[_Shown]) -> tuple[list[str], list[tuple[str, str]]]:
     sentences: list[str] = []
     unknown: list[tuple[str, str]] = []
+    has_tokens = sum(one.results.summary.median_tokens_per_second is not None for one in shown) > 1
+    unit = "tokens/s" if has_tokens else "samples/s"
     for what, name_of_value, text in (
-        ("median MFU", "median_mfu", share),
-        ("median rate", "median_tokens_per_second", _tokens_per_s),
+        ("median MFU", "median_mfu", mfu_text),
+        (
+            f"median {unit}",
+            "median_tokens_per_second" if has_tokens else "median_samples_per_second",
+            lambda summary: number(
+                summary.median_tokens_per_second if has_tokens else summary.median_samples_per_second
+            ),
+        ),
     ):
-        values = [(getattr(one.results.summary, name_of_value), one.name) for one in shown]
-        known = sorted(((value, name) for value, name in values if value is not None), reverse=True)
+        summaries = [(one.results.summary, one.name) for one in shown]
+        known = [
+            (summary, name) for summary, name in summaries if getattr(summary, name_of_value) is not None
+        ]
         if len(known) < 2:
             unknown.append((f"which run has the highest {what}", "fewer than two runs have one"))
             continue
-        (highest, name), *others = known
-        rest = ", ".join(f"{other} {text(found)}" for found, other in others)
-        if text(highest) == text(others[-1][0]):
-            sentences.append(f"The same {what} in all runs that have one: {text(highest)}.")
+        known.sort(key=lambda found: getattr(found[0], name_of_value), reverse=True)
+        texts = [text(summary) for summary, _ in known]
+        rest = ", ".join(f"{name} {shown}" for (_, name), shown in zip(known[1:], texts[1:], strict=True))
+        if texts[0] == texts[-1]:
+            sentences.append(f"The same {what} in all runs that have one: {texts[0]}.")
         else:
-            sentences.append(f"Highest {what}: {name} with {text(highest)}; {rest}.")
+            sentences.append(f"Highest {what}: {known[0][1]} with {texts[0]}; {rest}.")
     devices = list(dict.fromkeys(one.results.record.device or "unknown" for one in shown))
     if len(devices) > 1:
         sentences.append(
             f"The runs used different devices ({', '.join(devices)}): MFU is a share of each one's own peak, "
             "and times are drawn in a chart for each device."
         )
-    sentences.append("Whether a difference is more than noise is what `truemfu compare` tests.")
+    sentences.append("`truemfu compare` tests whether a difference is more than noise.")
     return sentences, unknown
-
-
-def _tokens_per_s(rate: float) -> str:
-    return f"{rate:,.0f} tokens/s"
 
 
 def _figures_table(shown: Sequence[_Shown], price: float | None) -> Table:
@@ -104,13 +121,32 @@ def _figures_table(shown: Sequence[_Shown], price: float | None) -> Table:
         found = [*figures(one.results), memory(one.results)]
         found += [] if price is None else [cost(one.results, price)]
         each.append({figure.label: figure for figure in found})
+        of_counts = {"MFU, median": mfu_text, "HFU, median": hfu_text}
+        for label, text in of_counts.items():
+            if each[-1][label].is_known:
+                each[-1][label] = replace(each[-1][label], value=text(one.results.summary))
     labels = list(dict.fromkeys(label for found in each for label in found))
-    return _by_run(
+    table = _by_run(
         "Figures",
         shown,
         labels,
         [[found[label].value if label in found else "-" for found in each] for label in labels],
     )
+    if len(shown) != 2:
+        return table
+    ratios = [_ratio(*(found.get(label) for found in each)) for label in labels]
+    return replace(
+        table,
+        columns=[*table.columns, Column(label="ratio")],
+        rows=[[*row, plain(ratio)] for row, ratio in zip(table.rows, ratios, strict=True)],
+        sentence=f"The ratio is {shown[1].name} over {shown[0].name}.",
+    )
+
+
+def _ratio(first: Figure | None, second: Figure | None) -> str:
+    if first is None or second is None or not first.number or second.number is None:
+        return "-"
+    return f"{second.number / first.number:.3f}"
 
 
 def _facts_table(shown: Sequence[_Shown]) -> Table:

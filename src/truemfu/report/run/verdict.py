@@ -8,7 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ...records import RunSummary, WaterfallPart
-from ...run_summary.texts import NO_LOADER, Figure, RunResults, peak_text, why_no_utilization
+from ...run_summary.texts import (
+    NO_LOADER,
+    Figure,
+    RunResults,
+    hfu_text,
+    mfu_text,
+    peak_text,
+    why_no_utilization,
+)
 from ...text import duration, share
 from .worst_steps import UNKNOWN_CAUSE, WorstStep
 
@@ -42,9 +50,9 @@ def _utilization(run: RunResults, unknown: Unknown) -> Iterator[str]:
         if summary.median_step_time_s is not None:
             yield f"A step takes {duration(summary.median_step_time_s)} (median{over})."
         return
-    hfu = "" if summary.median_hfu is None else f", HFU {share(summary.median_hfu)}"
+    hfu = "" if summary.median_hfu is None else f", HFU {hfu_text(summary)}"
     step = "" if summary.median_step_time_s is None else f", {duration(summary.median_step_time_s)} a step"
-    yield f"MFU {share(summary.median_mfu)} of {peak_text(run)}{hfu}{step} (medians{over})."
+    yield f"MFU {mfu_text(summary)} of {peak_text(run)}{hfu}{step} (medians{over})."
 
 
 def _largest_loss(summary: RunSummary, unknown: Unknown) -> Iterator[str]:
@@ -55,7 +63,9 @@ def _largest_loss(summary: RunSummary, unknown: Unknown) -> Iterator[str]:
         unknown.append(("where the rest of the peak went", "there is no waterfall, see below"))
         return
     inner = max(largest.of, key=lambda part: part.share or 0.0, default=None)
-    yield f"The largest loss is {_part(largest)}" + (f", of it {_part(inner)}." if _counts(inner) else ".")
+    yield f"The largest loss is {_part(largest)}" + (
+        f", most of it {_part(inner)}." if _counts(inner) else "."
+    )
 
 
 def _part(part: WaterfallPart | None) -> str:
@@ -78,12 +88,13 @@ def _waiting(summary: RunSummary, unknown: Unknown) -> Iterator[str]:
 
 def _pauses(summary: RunSummary) -> Iterator[str]:
     spent = [
-        f"{kind} {duration(paused.seconds)} ({share(paused.share)} of the run)"
+        f"{'other pauses' if kind == 'other' else kind} {duration(paused.seconds)} "
+        f"({share(paused.share)} of the run)"
         for kind, paused in summary.left_out.items()
         if paused.seconds is not None and paused.share is not None
     ]
     if spent:
-        yield f"Not part of any step: {', '.join(spent)}."
+        yield f"Outside of steps: {', '.join(spent)}."
 
 
 def _ranks(run: RunResults) -> Iterator[str]:
@@ -99,7 +110,7 @@ def _ranks(run: RunResults) -> Iterator[str]:
 def _slow_steps(summary: RunSummary, worst: Sequence[WorstStep]) -> Iterator[str]:
     if worst:
         first = worst[0]
-        why = "; why is not known" if first.cause == UNKNOWN_CAUSE else f": {first.cause}, {first.details}"
+        why = "; cause unknown" if first.cause == UNKNOWN_CAUSE else f": {first.cause}, {first.details}"
         yield (
             f"The slowest step is {first.step:,} with {duration(first.seconds)}, "
             f"{first.times_median:.1f} times the median{why}."

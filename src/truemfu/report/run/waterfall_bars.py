@@ -61,17 +61,17 @@ def _bars(parts: Sequence[WaterfallPart], limiter: str | None) -> list[Waterfall
     spans.append((min(0.0, level), max(0.0, level)))
     least, most = min(low for low, _ in spans), max(high for _, high in spans)
     percent = 100 / (most - least)
+    whole = WaterfallPart(key="peak", name="the peak", share=1.0)
     kinds = ["peak", *(_kind(part, limiter) for part in parts[:-1]), "useful"]
-    named = [("the peak", points(1.0)), *((part.name, points(part.share)) for part in parts)]
     return [
         WaterfallBar(
-            name=name,
-            points=text,
+            name=part.name,
+            points=points(part.share),
             left_percent=round((low - least) * percent, 2),
             width_percent=round((high - low) * percent, 2),
             kind=kind,
         )
-        for (name, text), (low, high), kind in zip(named, spans, kinds, strict=True)
+        for part, (low, high), kind in zip([whole, *parts], spans, kinds, strict=True)
     ]
 
 

@@ -63,7 +63,7 @@ FIELDS: tuple[Field, ...] = (
 
 def worst_table(worst: Sequence[WorstStep]) -> Table:
     """The slowest steps of a run."""
-    details = words("how it is known", lambda worst: worst.details, kind="text")
+    details = words("evidence", lambda worst: worst.details, kind="text")
     return table_of(TITLE, worst, [*FIELDS, details])
 
 
@@ -102,7 +102,7 @@ def _cause(row: LogRow, at: int, excess: float, usual: dict[str, float]) -> tupl
         return "pause", f"{duration(between)}{what} between steps, in no known pause"
     if paused := _paused(row):
         return UNKNOWN_CAUSE, f"it follows {' and '.join(paused)}, whose time is not part of the step"
-    return UNKNOWN_CAUSE, "nothing in its row explains half of the time beyond the median"
+    return UNKNOWN_CAUSE, "no logged cause explains half of the extra time"
 
 
 def _paused(row: LogRow) -> Sequence[str]:

@@ -25,7 +25,7 @@ from ...records import CaseResult, Status, SweepCase, SweepRecord, read_record
 from ...sweep.cases import cases_of
 from ...sweep.config import SweepConfig
 from ...sweep.paths import LOGS, RECORD_FILE, RESULTS, SweepFolder
-from ...sweep.supervisor.stored import stored_result
+from ...sweep.supervisor.stored import Stored, stored_result
 
 NOT_RUN = "not run"
 """In addition to the values of `Status`: requested, and never started."""
@@ -79,22 +79,15 @@ class LoadedSweep:
         ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Missing:
-    reason: str
-    begun: bool
-    log_tail: tuple[str, ...] = ()
-    is_of_another: bool = False
-    """Whether its files only contain the result of another experiment."""
-
-
 def load_sweep(source: Path | str) -> LoadedSweep:
     """Read the sweep in `source`: a sweep's folder, or only its `logs` or `results` folder."""
     source = Path(source)
     files = _files(source)
     notes: list[str] = []
     record = _record(files.record, notes)
-    found = {name: _outcome(name, files, notes) for name in _names(files, record)}
+    found = {name: stored_result(name, files.result(name), files.log(name)) for name in _names(files, record)}
+    running = {name for name in found if os.path.lexists(files.marker(name))}
+    notes += [fault for stored in found.values() if stored.result is not None for fault in stored.faults]
     foreign = _remove_foreign_files(found, record, notes)
     if not found:
         expected = f"expected {LOGS} (*.log), {RESULTS} (*.json) or a {RECORD_FILE}"
@@ -105,7 +98,9 @@ def load_sweep(source: Path | str) -> LoadedSweep:
         _remove_other_sweeps(found, record, notes)
     trainers = _trainer_of_prefix(found)
     cases = _requested_cases(record)
-    entries = tuple(_entry(name, outcome, cases, trainers) for name, outcome in found.items())
+    entries = tuple(
+        _entry(name, stored, cases, trainers, is_running=name in running) for name, stored in found.items()
+    )
     return LoadedSweep(source=source, record=record, entries=entries, notes=tuple(notes))
 
 
@@ -180,34 +175,14 @@ def _names(files: SweepFolder, record: SweepRecord | None) -> list[str]:
     return list(names)
 
 
-def _outcome(name: str, files: SweepFolder, notes: list[str]) -> CaseResult | _Missing:
-    stored = stored_result(name, files.result(name), files.log(name))
-    if stored.result is not None:
-        notes += stored.faults
-        return stored.result
-    reasons = [*stored.faults]
-    if os.path.lexists(files.marker(name)):
-        reasons.append("still running, or its supervisor ended before it finished")
-    if not reasons:
-        return _Missing(reason="requested, but never started", begun=False)
-    return _Missing(
-        reason="; ".join(reasons),
-        begun=True,
-        log_tail=stored.log_tail,
-        is_of_another=stored.is_of_another,
-    )
-
-
-def _remove_other_sweeps(
-    found: dict[str, CaseResult | _Missing], record: SweepRecord, notes: list[str]
-) -> None:
+def _remove_other_sweeps(found: dict[str, Stored], record: SweepRecord, notes: list[str]) -> None:
     """Remove results of another sweep in the same folder, with a note."""
     others = [
         name
-        for name, outcome in found.items()
+        for name, stored in found.items()
         if name not in record.cases
-        and isinstance(outcome, CaseResult)
-        and outcome.sweep_id != record.sweep_id
+        and stored.result is not None
+        and stored.result.sweep_id != record.sweep_id
     ]
     for name in others:
         del found[name]
@@ -216,45 +191,52 @@ def _remove_other_sweeps(
 
 
 def _remove_foreign_files(
-    found: dict[str, CaseResult | _Missing], record: SweepRecord | None, notes: list[str]
+    found: dict[str, Stored], record: SweepRecord | None, notes: list[str]
 ) -> list[str]:
     """Remove files that are not part of the sweep; the names of those that are not experiments."""
     requested = record.cases if record is not None else ()
-    unrequested = {
-        name: outcome
-        for name, outcome in found.items()
-        if isinstance(outcome, _Missing) and name not in requested
-    }
-    copies = [name for name, outcome in unrequested.items() if outcome.is_of_another]
-    for name in copies:
-        notes.append(f"left out: {unrequested[name].reason}")
-        del found[name], unrequested[name]
-    foreign = [name for name in unrequested if not _NAME.fullmatch(name)]
-    for name in foreign:
-        del found[name]
+    foreign = []
+    for name, stored in list(found.items()):
+        if stored.result is not None or name in requested:
+            continue
+        if stored.is_of_another:
+            notes.append(f"left out: {'; '.join(stored.faults)}")
+            del found[name]
+        elif not _NAME.fullmatch(name):
+            foreign.append(name)
+            del found[name]
     return foreign
 
 
-def _trainer_of_prefix(found: Mapping[str, CaseResult | _Missing]) -> Mapping[str, str]:
+def _trainer_of_prefix(found: Mapping[str, Stored]) -> Mapping[str, str]:
     """The full name of a trainer by the short form with which file names begin, as results show it."""
     return {
-        parts["trainer"]: outcome.case.trainer
-        for name, outcome in found.items()
-        if isinstance(outcome, CaseResult) and (parts := _NAME.fullmatch(name))
+        parts["trainer"]: stored.result.case.trainer
+        for name, stored in found.items()
+        if stored.result is not None and (parts := _NAME.fullmatch(name))
     }
 
 
 def _entry(
     name: str,
-    outcome: CaseResult | _Missing,
+    stored: Stored,
     cases: Mapping[str, SweepCase],
     trainers: Mapping[str, str],
+    *,
+    is_running: bool,
 ) -> SweepEntry:
-    if isinstance(outcome, CaseResult):
-        return replace(entry_of(outcome), name=name)
-    end = Status.LOST.value if outcome.begun else NOT_RUN
+    if stored.result is not None:
+        return replace(entry_of(stored.result), name=name)
+    reasons = [*stored.faults]
+    if is_running:
+        reasons.append("still running, or its supervisor ended before it finished")
+    missing: dict[str, Any] = {
+        "end": Status.LOST.value if reasons else NOT_RUN,
+        "reason": "; ".join(reasons) or "requested, but never started",
+        "log_tail": stored.log_tail,
+    }
     if name in cases:
-        return _entry_of_case(name, cases[name], end=end, reason=outcome.reason, log_tail=outcome.log_tail)
+        return _entry_of_case(name, cases[name], **missing)
     parts = _NAME.fullmatch(name)
     prefix = parts["trainer"] if parts else name
     return SweepEntry(
@@ -264,7 +246,5 @@ def _entry(
         seq_len=int(parts["seq_len"]) if parts else None,
         gpus=int(parts["gpus"] or 1) if parts else 1,
         parallel=parts["parallel"] if parts else None,
-        end=end,
-        reason=outcome.reason,
-        log_tail=outcome.log_tail,
+        **missing,
     )

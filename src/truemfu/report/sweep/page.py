@@ -11,7 +11,6 @@ from ...records import OUT_OF_MEMORY, Status
 from ...text import duration, flop_rate, share, size
 from ..drawing.heat_map import heated
 from ..drawing.html import write_template
-from ..drawing.line_chart import SIDE
 from ..drawing.panel_chart import PanelChart, PanelSeries, Spread, panel_chart
 from ..drawing.tables import Cell, Column, Table, plain, table_of, words
 from .figures import ExperimentFigures, SweepSummary
@@ -43,7 +42,6 @@ def write_sweep_page(path: Path, summary: SweepSummary, price_per_gpu_hour: floa
             :_LOGS_SHOWN
         ],
         notes=summary.notes,
-        side=SIDE,
     )
 
 
@@ -62,8 +60,7 @@ class GroupView:
     peak: str
     maps: Mapping[str, Table]
     """Heat maps by what they show."""
-    charts: Sequence[tuple[PanelChart, Sequence[tuple[str, int, bool]]]]
-    """With the legend: name, key, whether its line is dashed."""
+    charts: Sequence[PanelChart]
     frontier: Table
 
 
@@ -142,10 +139,7 @@ def _map(
     return Table(title=f"{label} by sequence, batch and trainer", columns=columns, rows=rows)
 
 
-_Legend = Sequence[tuple[str, int, bool]]
-
-
-def _charts(group: Group, trainers: Mapping[str, int]) -> list[tuple[PanelChart, _Legend] | None]:
+def _charts(group: Group, trainers: Mapping[str, int]) -> list[PanelChart | None]:
     def series(
         name: str,
         key: int,
@@ -165,8 +159,8 @@ def _charts(group: Group, trainers: Mapping[str, int]) -> list[tuple[PanelChart,
 
     def chart(
         title: str, unit: str, every: Sequence[PanelSeries], text: Callable[[Spread], str]
-    ) -> tuple[PanelChart, _Legend] | None:
-        found = panel_chart(
+    ) -> PanelChart | None:
+        return panel_chart(
             title,
             every,
             unit=unit,
@@ -175,8 +169,6 @@ def _charts(group: Group, trainers: Mapping[str, int]) -> list[tuple[PanelChart,
             panels=[f"sequence {seq_len:,}" for seq_len in group.seq_lens],
             positions=[f"{batch_size:,}" for batch_size in group.batch_sizes],
         )
-        names = [(one.name, one.key, one.is_dashed) for one in every if one.values]
-        return None if found is None else (found, names)
 
     each = list(trainers.items())
     utilization = [series(f"{name}, MFU", key, name, _percent("mfu")) for name, key in each]

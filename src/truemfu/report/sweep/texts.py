@@ -183,9 +183,9 @@ def _trainers(summary: SweepSummary) -> Table:
             digits("ok", lambda row: row.succeeded),
             digits("of", lambda row: row.experiments),
             digits("success", lambda row: share(row.success_rate)),
-            digits("mean peak, points all finished", lambda row: size(row.mean_peak_memory_common_bytes)),
+            digits("mean peak, common points", lambda row: size(row.mean_peak_memory_common_bytes)),
             digits("n", lambda row: row.common_points),
-            digits("mean peak, own finished", lambda row: size(row.mean_peak_memory_bytes)),
+            digits("mean peak, all its points", lambda row: size(row.mean_peak_memory_bytes)),
             digits("n", lambda row: row.finished_points),
         ],
         sentence=(

@@ -14,7 +14,7 @@ import torch
 
 from ... import __version__
 from ...errors import CounterError, NvmlMissing
-from ...hardware.counters.nvml import driver_version
+from ...hardware.counters.nvml import gpus_here
 from ...provenance import library_versions
 from ...records import Environment, Memory
 from ..gpus import cpu_name
@@ -69,7 +69,7 @@ def process_peak_bytes() -> int:
 def _driver() -> str | None:
     """The version of NVIDIA's kernel driver, from NVML where its bindings are installed."""
     try:
-        return driver_version()
+        return gpus_here()[0].driver
     except NvmlMissing:
         pass  # the extra is not installed: read the file below
     except CounterError as error:
