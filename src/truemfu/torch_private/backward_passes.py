@@ -65,7 +65,7 @@ def _seen(outputs: Any, *args: Any) -> tuple[Sequence[int], Hashable]:
     try:
         return _asked(outputs, *args)
     except Exception as error:  # the pass itself will tell; one like it is a pass like it
-        return (), type(error)
+        return (), type(error).__name__
 
 
 def _asked(
