@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tests.wandb_records import history, records
 
-from truemfu.trackers import wandb_shared as shared_module
+from truemfu.trackers import wandb as tracker_module
 from truemfu.trackers.lane import Lane
 from truemfu.trackers.wandb import WandbTracker
 
@@ -303,24 +303,24 @@ def test_datasets_may_be_called_anything(tmp_path: Path) -> None:
     assert set(axes.values()) == {None, "global_step"}
 
 
-def test_of_more_rows_than_may_wait_the_oldest_are_left_out_and_it_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(wandb, "termwarn", lambda text, repeat: said.append(text))
-    monkeypatch.setattr(shared_module, "_MOST_WAITING", 25)
-    run = their_run(tmp_path)
+def test_more_rows_than_may_wait_go_to_a_second_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracker_module, "_MAX_WAITING", 25)
+    run = their_run(tmp_path, name="big", group="g")
     wandb.log({"mine": 0}, step=0)
     tracker = WandbTracker(tmp_path / "out")
     tracker.start({"method": "count"})
-    train(tracker, lambda step: wandb.log({"mine": step}, step=step) if step in (1, 50) else None)
+    train(tracker, lambda step: wandb.log({"mine": step}, step=step) if step % 20 == 0 else None)
+    assert wandb.run is run
     tracker.finish({})
     run.finish()
-    rows = history(tmp_path)
-    assert sorted(ours(rows))[-25:] == list(range(STEPS - 24, STEPS + 1))
-    assert 25 < len(ours(rows)) < STEPS
-    assert [row["mine"] for row in rows if "mine" in row] == [0, 1, 50]
-    assert "25 rows wait for one: the oldest are left out of this run" in said[0]
+    first, second = history(tmp_path), history(tmp_path / "out")
+    assert sorted(ours(first) + ours(second)) == list(range(1, STEPS + 1))
+    assert [row["_step"] for row in first if "mine" in row] == [0, 20, 40, 60]
+    assert len(ours(second)) > 25
+    (about,) = records(tmp_path / "out", "run")
+    assert (about["project"], about["display_name"], about["run_group"], about["job_type"]) == (
+        "theirs", "big-truemfu", "g", "truemfu",
+    )  # fmt: skip
 
 
 def test_without_an_open_run_ours_is_apart_from_the_one_the_program_opens_later(tmp_path: Path) -> None:

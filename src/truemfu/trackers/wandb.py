@@ -21,6 +21,9 @@ from .wandb_shared import SharedRun
 
 _STEP = "global_step"
 
+# Rows written when the program ends its run, at about a millisecond each: a few seconds at most.
+_MAX_WAITING = 5_000
+
 
 class WandbTracker:
     """Logs to `wandb.run` if there is one, else to a new run.
@@ -38,6 +41,7 @@ class WandbTracker:
         self._dir = output_dir
         self._run: Any = None
         self._shared: SharedRun | None = None
+        self._config: dict[str, Any] = {}
         self._names = Names(_clean)
         self._defined: set[str] = set()
 
@@ -45,14 +49,15 @@ class WandbTracker:
         """Find the open run or start one; the description of the run goes to its configuration."""
         import wandb
 
+        self._config = {"truemfu": dict(run)}
         if wandb.run is None:
-            self._open()
+            self._open(project="truemfu")
         else:
             self._run = wandb.run
             self._shared = SharedRun(
                 wandb.run, before_end=lambda: self.before_end(), at_exit=lambda: self.at_exit()
             )
-        self._run.config.update({"truemfu": dict(run)}, allow_val_change=True)
+        self._run.config.update(self._config, allow_val_change=True)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write a row, or hold it until it can be written without losing rows of the program."""
@@ -66,7 +71,8 @@ class WandbTracker:
             raise RuntimeError("the program finished its W&B run before the monitor; close the monitor first")
         else:
             self._define(row)
-            self._shared.log(row)
+            if self._shared.log(row) > _MAX_WAITING:
+                self._move_to_second_run()
 
     def flush(self) -> None:
         """Nothing to do: W&B writes rows itself."""
@@ -95,28 +101,53 @@ class WandbTracker:
             self._run.define_metric(key, step_metric=None if key == _STEP else _STEP)
             self._defined.add(key)
 
-    def _open(self) -> None:
+    def _open(self, **where: Any) -> None:
         import wandb
 
         self._dir.mkdir(parents=True, exist_ok=True)
-        is_offline = "WANDB_MODE" not in os.environ and not _is_logged_in()
-        if is_offline:
+        if "mode" not in where and "WANDB_MODE" not in os.environ and not _is_logged_in():
             wandb.termlog(f"truemfu: not logged in, the run is stored offline under {self._dir}")
+            where["mode"] = "offline"
         # W&B's exit hook is registered with its service. Ours is registered after it, so called before it;
         # the monitor's is older and would be called too late.
         wandb.setup()
         atexit.register(self._end_at_exit)
         self._run = wandb.init(
-            project="truemfu",
-            mode="offline" if is_offline else None,
             dir=str(self._dir),
             reinit="create_new",
+            config=self._config,
             settings=wandb.Settings(x_disable_meta=True),  # it would include the command line with secrets
+            **where,
         )
         # A later `wandb.init` of the program would otherwise return our run, the newest active one.
         session: Any = getattr(self._run, "_wl", None)
         if hasattr(session, "remove_active_run"):
             session.remove_active_run(self._run)
+        self._shared = None
+        self._defined.clear()
+
+    def _move_to_second_run(self) -> None:
+        import wandb
+
+        assert self._shared is not None
+        shared, theirs = self._shared, self._run
+        name = theirs.name or theirs.id
+        wandb.termwarn(
+            f"truemfu: this program logs with explicit steps, and {_MAX_WAITING:,} rows wait for one; "
+            f"they and all further ones go to a second run, '{name}-truemfu'",
+            repeat=False,
+        )
+        self._open(
+            project=theirs.project,
+            entity=theirs.entity or None,
+            group=theirs.group or None,
+            name=f"{name}-truemfu",
+            job_type="truemfu",
+            mode="offline" if theirs.offline else "online",
+        )
+        for row in shared.give_up():
+            self._define(row)
+            self._run.log(row)
 
 
 def _clean(name: str) -> str:

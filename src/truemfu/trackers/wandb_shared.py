@@ -18,7 +18,7 @@ Limits:
 - If a program uses the name of one of our metrics, `global_step` included, our rows cannot be merged: they
   are written at the end.
 - Calls of a `run.log` that the program stored before the monitor started are not seen.
-- Waiting rows are lost if the process is killed, and of more than 5,000 the oldest; the local log has all.
+- Waiting rows are lost if the process is killed; the local log has every row.
 """
 
 from __future__ import annotations
@@ -38,9 +38,6 @@ _USER_STEP = "truemfu/user_step"
 # counter is then not beyond the program's first explicit step.
 _HELD_ROWS = 1
 
-# Written when the run ends, at about a millisecond each: a few seconds at most.
-_MOST_WAITING = 5_000
-
 # The longest the program waits for a row of ours; W&B takes about a millisecond.
 _LONGEST_WAIT_S = 1.0
 
@@ -58,7 +55,8 @@ class SharedRun:
         self._before_end, self._at_exit = before_end, at_exit
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._waiting: deque[dict[str, Any]] = deque(maxlen=_MOST_WAITING)
+        self._waiting: deque[dict[str, Any]] = deque()
+        self._is_left = False
         self._has_explicit_steps = False
         self._has_open_row = False
         self._their_counter = run.step
@@ -67,24 +65,28 @@ class SharedRun:
         self._plain_log: Callable[..., None] = run.log
         self._watch()
 
-    def log(self, row: dict[str, Any]) -> None:
-        """Write the row, or let it wait."""
+    def log(self, row: dict[str, Any]) -> int:
+        """Write the row, or let it wait; returns how many are waiting."""
         with self._lock:
-            if len(self._waiting) == _MOST_WAITING:
-                self._warn(
-                    f"this program logs with explicit steps, and {_MOST_WAITING:,} rows wait for one: "
-                    "the oldest are left out of this run; the local log has them"
-                )
             self._waiting.append(row)
             if not self._has_explicit_steps and not self._has_open_row:
                 while len(self._waiting) > _HELD_ROWS:
                     self._plain_log(self._waiting.popleft())
+            return len(self._waiting)
 
     def finish(self) -> None:
         """There are no further rows; with explicit steps the waiting ones are written at the run's end."""
         with self._lock:
             if not self._has_explicit_steps:
                 self._write_waiting()
+
+    def give_up(self) -> list[dict[str, Any]]:
+        """Stop using the run; returns the waiting rows."""
+        with self._lock:
+            rows = list(self._waiting)
+            self._waiting.clear()
+            self._is_left = True
+            return rows
 
     def _watch(self) -> None:
         import wandb
@@ -102,7 +104,7 @@ class SharedRun:
 
     def _watched_log(self, data: Any, step: Any = None, commit: bool | None = None, **options: Any) -> None:
         """`run.log` as the program calls it."""
-        if os.getpid() != self._pid or self.is_over:
+        if os.getpid() != self._pid or self.is_over or self._is_left:
             self._plain_log(data, step, commit, **options)
             return
         has_lock = self._lock.acquire(timeout=_LONGEST_WAIT_S)
@@ -126,10 +128,7 @@ class SharedRun:
             if at >= self._run.step:
                 data = self._with_ours(data, at)
             elif at >= self._their_counter:
-                self._warn(
-                    f"rows of the monitor have advanced this run to step {self._run.step}, and the program "
-                    f"logs at step {at}; its row is logged at the run's step, with its own as '{_USER_STEP}'"
-                )
+                self._warn_moved(at)
                 data, at_step = {**data, _USER_STEP: at}, None
             else:  # W&B drops it, as it would without the monitor
                 return data, step
@@ -146,10 +145,14 @@ class SharedRun:
         self._merged_step = step
         return {**data, **self._waiting.pop()}
 
-    def _warn(self, text: str) -> None:
+    def _warn_moved(self, step: int) -> None:
         import wandb
 
-        wandb.termwarn(f"truemfu: {text}", repeat=False)
+        wandb.termwarn(
+            f"truemfu: rows of the monitor have advanced this run to step {self._run.step}, and the program "
+            f"logs at step {step}; its row is logged at the run's step, with its own as '{_USER_STEP}'",
+            repeat=False,
+        )
 
     def _end(self) -> None:
         self._write_rest(self._before_end)
@@ -159,7 +162,7 @@ class SharedRun:
 
     def _write_rest(self, rows_come: Callable[[], None]) -> None:
         """The run ends: the program logs nothing more, so waiting rows can be written."""
-        if self.is_over or os.getpid() != self._pid:
+        if self.is_over or self._is_left or os.getpid() != self._pid:
             return
         rows_come()
         with self._lock:
