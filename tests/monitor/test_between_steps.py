@@ -128,7 +128,7 @@ def test_an_evaluation_is_other_and_its_forward_passes_are_named(tmp_path: Path)
     assert summary["forwards_between_steps"] == 3 * 5
     text = dict(lines_of(summary))["between steps, not waiting for data"]
     assert text.endswith("(15 forward passes without gradients: evaluation or generation)")
-    assert any("spent between steps (15 forward passes" in note for note in summary["notes"])
+    assert any("passed between steps (15 forward passes" in note for note in summary["notes"])
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])

@@ -299,7 +299,12 @@ def test_a_switch_is_true_or_false_and_nothing_like_it(path: str, value: Any, sh
 @pytest.mark.parametrize(
     ("path", "known", "typo", "meant"),
     [
-        ("monitoring.mfu_calculation_mode", ["smart", "profiler", "estimate", "hybrid"], "smrt", "smart"),
+        (
+            "monitoring.mfu_calculation_mode",
+            ["auto", "smart", "profiler", "estimate", "hybrid"],
+            "smrt",
+            "smart",
+        ),
         ("monitoring.attention", ["full", "causal"], "casual", "causal"),
         ("monitoring.metric_names", ["truemfu", "composer", "torchtitan"], "torch_titan", "torchtitan"),
     ],
