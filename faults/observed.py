@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 import traceback
+import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -52,6 +53,7 @@ def run_forked(text: str, script: Path, *, monitored: bool) -> dict[str, Any]:
     pid = os.fork()
     if not pid:
         code = 1
+        weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # of the caller: they remove its files
         try:
             run_script(place, monitored=monitored)
             code = 0

@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from truemfu import TrainingMonitor
+from truemfu.monitor.rows import row_thread
 from truemfu.monitor.rows import rows as rows_module
 from truemfu.monitor.timing.clock import CudaClock, HostClock, Span, StepClock, TimeMark
 from truemfu.monitor.values.host_values import HostValues
@@ -1334,8 +1335,9 @@ def test_whatever_comes_between_steps_each_has_its_own_numbers(run: Run) -> None
     assert run.monitor.summary()["lost"] == []
 
 
-def test_a_burst_of_rows_lets_the_training_run(tmp_path: Path) -> None:
+def test_a_burst_of_rows_lets_the_training_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python's own interval, after which a thread must release the GIL, is out of the question here."""
+    monkeypatch.setattr(row_thread, "_WAKE_EVERY_S", 1000.0)
     model = nn.Linear(4, 4)
     monitor = TrainingMonitor(tmp_path, {"monitoring": {"peak_tflops": 1.0}}, model=model)
     for step in range(400):
@@ -1354,4 +1356,4 @@ def test_a_burst_of_rows_lets_the_training_run(tmp_path: Path) -> None:
     finally:
         sys.setswitchinterval(interval_s)
         monitor.close()
-    assert len(seen) > 10
+    assert len(seen) > 3, seen
