@@ -9,6 +9,7 @@ the exit code must be the same, within the time limit.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import os
@@ -16,7 +17,9 @@ import random
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
+import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -50,6 +53,7 @@ def run_forked(text: str, script: Path, *, monitored: bool) -> dict[str, Any]:
     pid = os.fork()
     if not pid:
         code = 1
+        weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # of the caller: they remove its files
         try:
             run_script(place, monitored=monitored)
             code = 0
@@ -58,10 +62,17 @@ def run_forked(text: str, script: Path, *, monitored: bool) -> dict[str, Any]:
         except BaseException:
             traceback.print_exc()
         finally:
-            sys.stdout.flush()
+            _end()
             os._exit(code)
     wait(pid, place)
     return _found(place)
+
+
+def _end() -> None:
+    """What Python does at the end of a process; this one cannot return into what it was forked from."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
 
 
 def run_watched(texts: Sequence[str], folder: Path) -> list[dict[str, Any]]:

@@ -1264,3 +1264,356 @@ train(model, steps=2)
 for file in files: file.write("mine"); file.close()
 """,
 )
+
+# How a process ends, and what it does with its children, streams and descriptors.
+_add(
+    atexit_order="""
+import atexit
+atexit.register(print, "first registered")
+train(Net())
+atexit.register(print, "last registered")
+""",
+    fork_child_sys_exit_runs_atexit="""
+import atexit
+atexit.register(lambda: (print("atexit"), sys.stdout.flush()))
+main = os.getpid()
+def after(step):
+    if step == 3:
+        sys.stdout.flush()
+        pid = os.fork()
+        if not pid:
+            note("child goes")
+            os.environ["OBSERVED_RECORD"] = os.environ["OBSERVED_RECORD"] + ".child"
+            sys.exit(5)
+        note(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+train(Net(), after=after)
+""",
+    non_daemon_thread_outlives_main="""
+import threading, time
+def late():
+    time.sleep(0.3); print("late"); sys.stdout.flush()
+threading.Thread(target=late).start()
+train(Net())
+""",
+    standard_input_closed="""
+sys.stdin.close(); os.close(0)
+train(Net()); note(os.open("x", os.O_CREAT | os.O_WRONLY))
+""",
+    closerange_then_files="""
+def before(step):
+    if step == 3:
+        sys.stdout.flush()
+        os.closerange(3, 4096)
+        for n in range(40): globals().setdefault("f", []).append(open(f"file{n}", "w"))
+train(Net(), steps=6, before=before)
+for n, file in enumerate(f): file.write(f"{n}"); file.close()
+""",
+    closerange_high_then_dup="""
+import resource
+def before(step):
+    if step == 2:
+        os.closerange(3, 4096)
+        globals()["fd"] = os.open("kept", os.O_RDWR | os.O_CREAT)
+        import fcntl
+        globals()["high"] = [fcntl.fcntl(fd, fcntl.F_DUPFD, 1000) for _ in range(10)]
+train(Net(), before=before)
+os.write(high[0], b"hello")
+""",
+    fork_between_forward_and_backward="""
+def call(model, x):
+    loss = loss_of(model(x))
+    sys.stdout.flush()
+    pid = os.fork()
+    if not pid:
+        try:
+            torch.set_num_threads(1)
+            out = Net()(torch.ones(2, 8)).sum().item()
+            print("child", f"{out:.4f}"); sys.stdout.flush()
+        finally: os._exit(0)
+    note(os.waitpid(pid, 0)[1]); return loss
+train(Net(), call=call)
+""",
+    multiprocessing_pool_in_step="""
+import multiprocessing as mp
+def square(n): return n * n + torch.ones(2).sum().item()
+def before(step):
+    with mp.get_context("fork").Pool(2) as pool: note(pool.map(square, [step, 2]))
+train(Net(), before=before)
+""",
+    asyncio_signal_handler="""
+import asyncio, signal
+async def main():
+    loop = asyncio.get_running_loop()
+    got = asyncio.Event()
+    loop.add_signal_handler(signal.SIGTERM, got.set)
+    loop.add_signal_handler(signal.SIGUSR1, lambda: note("usr1"))
+    model = Net(); watch(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step, x in enumerate(data(), 1):
+        loss = loss_of(model(x)); loss.backward(); optimizer.step(); optimizer.zero_grad()
+        log(step, loss.detach())
+        if step == 2: os.kill(os.getpid(), signal.SIGUSR1)
+        await asyncio.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(got.wait(), 20)
+    note("terminated in order", loop.remove_signal_handler(signal.SIGTERM))
+asyncio.run(main())
+note(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
+""",
+    wakeup_fd_of_the_program="""
+import signal, socket
+a, b = socket.socketpair(); b.setblocking(False); a.settimeout(20)
+signal.signal(signal.SIGUSR1, lambda *x: note("handled"))
+old = signal.set_wakeup_fd(b.fileno())
+train(Net(), before=lambda s: os.kill(os.getpid(), signal.SIGUSR1))
+note(list(a.recv(64)), signal.set_wakeup_fd(-1) == b.fileno())
+""",
+    sigterm_kills_in_step="""
+import signal
+def before(step):
+    if step == 3: finish(); os.kill(os.getpid(), signal.SIGTERM)
+train(Net(), before=before)
+""",
+    subprocess_close_fds_false="""
+import subprocess
+def count():
+    out = subprocess.run(["ls", "/proc/self/fd"], capture_output=True, text=True, close_fds=False)
+    return len(out.stdout.split())
+start = count()
+def before(step): note(count() - start)
+train(Net(), before=before)
+""",
+    few_descriptors_allowed="""
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+files = []
+def before(step): files.append(open(f"f{step}", "w"))
+train(Net(), before=before); note(len(files))
+""",
+    stderr_replaced_by_a_counting_one="""
+class Count:
+    def __init__(self): self.text = []
+    def write(self, t): self.text.append(t); return len(t)
+    def flush(self): pass
+mine = Count(); old, sys.stderr = sys.stderr, mine
+train(Net())
+sys.stderr = old
+note(len(mine.text))
+""",
+)
+
+
+# How long objects live, and who is called.
+_add(
+    cyclic_garbage_with_del="""
+import gc
+gc.disable()
+class Cycle:
+    def __init__(self, n): self.n, self.me = n, self
+    def __del__(self): note("del", self.n)
+n = 0
+class Model(Net):
+    def middle(self, x):
+        global n; n += 1; Cycle(n); return x
+train(Model(), after=lambda s: note("collected", gc.collect() >= 1))
+gc.enable()
+""",
+    weakref_dies_in_step="""
+import weakref
+refs = []
+class Model(Net):
+    def middle(self, x):
+        y = torch.sin(x)
+        refs.append(weakref.ref(y, lambda r: note("gone", len(refs))))
+        return y.square()
+train(Model(), after=lambda s: note([r() is None for r in refs]))
+""",
+    loss_freed_between_steps="""
+import weakref
+refs = []
+def call(model, x):
+    loss = loss_of(model(x)); refs.append(weakref.ref(loss)); return loss
+train(Net(), call=call, after=lambda s: note([r() is None for r in refs[:-1]]))
+""",
+    forward_called_in_del="""
+class Ender:
+    def __init__(self, m): self.m = m
+    def __del__(self): note("pass in del", f"{self.m(torch.ones(1, 8)).sum().item():.6f}")
+other = Net()
+class Model(Net):
+    def middle(self, x): Ender(other); return x
+train(Model())
+""",
+    reference_counts="""
+model = Net()
+def after(step):
+    weight = model.one.weight
+    note(sys.getrefcount(weight), weight.untyped_storage().nbytes(), sys.getrefcount(model.one))
+model.one.weight.requires_grad_(True); train(model, after=after)
+""",
+    torch_functions_patched="""
+real = torch.stack; n = [0]
+def counted(*a, **k):
+    n[0] += 1; return real(*a, **k)
+torch.stack = counted
+real_cat, m = torch.cat, [0]
+def cat(*a, **k):
+    m[0] += 1; return real_cat(*a, **k)
+torch.cat = cat
+class Model(Net):
+    def middle(self, x): return torch.stack([x, x]).sum(0)
+train(Model()); note(n, m); torch.stack, torch.cat = real, real_cat
+""",
+    tensor_methods_patched="""
+real = Tensor.backward; n = [0]
+def backward(self, *a, **k):
+    n[0] += 1; return real(self, *a, **k)
+Tensor.backward = backward
+item = Tensor.item; i = [0]
+def my_item(self):
+    i[0] += 1; return item(self)
+Tensor.item = my_item
+train(Net()); note(n, i); Tensor.backward, Tensor.item = real, item
+""",
+    builtins_shadowed="""
+import builtins
+real = builtins.print; seen = []
+builtins.print = lambda *a, **k: seen.append(a)
+real_open = builtins.open
+opened = []
+def my_open(*a, **k):
+    if threading.current_thread() is threading.main_thread(): opened.append(str(a[0])[-12:])
+    return real_open(*a, **k)
+import threading
+builtins.open = my_open
+class Model(Net):
+    def middle(self, x): my_open("f", "w").close(); return x
+model = Model(); watch(model)
+for step, x in enumerate(data(), 1):
+    opened.clear(); loss_of(model(x)).backward(); note(opened); log(step)
+builtins.print, builtins.open = real, real_open
+""",
+    warnings_caught_in_forward="""
+import warnings
+class Model(Net):
+    def middle(self, x):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            warnings.warn("here")
+        note(len(seen), [str(w.message) for w in seen])
+        return x
+train(Model()); note(len(warnings.filters), warnings.filters[0][0])
+""",
+)
+
+
+# Modes and transforms of torch around or inside a step.
+_add(
+    torch_function_mode_for_the_whole_run="""
+from torch.overrides import TorchFunctionMode
+names = []
+class Mode(TorchFunctionMode):
+    def __torch_function__(self, f, t, a=(), k=None):
+        names.append(getattr(f, "__name__", "?")); return f(*a, **(k or {}))
+with Mode(): train(Net())
+note(names)
+""",
+    dispatch_mode_for_the_whole_run="""
+from torch.utils._python_dispatch import TorchDispatchMode
+names = []
+class Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, f, t, a=(), k=None):
+        names.append(str(f)); return f(*a, **(k or {}))
+with Mode(): train(Net())
+note(len(names), names)
+""",
+    dispatch_mode_left_across_steps="""
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+n = [0]
+class Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, f, t, a=(), k=None):
+        n[0] += 1; return f(*a, **(k or {}))
+mode = Mode()
+def before(step):
+    if step == 2: mode.__enter__()
+    if step == 4: mode.__exit__(None, None, None)
+train(Net(), steps=6, before=before); note(n, len(_get_current_dispatch_mode_stack()))
+""",
+    fake_tensor_mode_inside="""
+from torch._subclasses.fake_tensor import FakeTensorMode
+def before(step):
+    with FakeTensorMode() as mode:
+        out = nn.Linear(8, 8)(torch.empty(3, 8))
+        note(out.shape, type(out).__name__); out.sum().backward()
+train(Net(), before=before)
+""",
+    make_fx_inside="""
+from torch.fx.experimental.proxy_tensor import make_fx
+def before(step):
+    g = make_fx(lambda x: torch.mm(x, x).sin())(torch.ones(3, 3)); note([n.name for n in g.graph.nodes])
+train(Net(), before=before)
+""",
+    vmap_per_sample_gradients="""
+from torch.func import functional_call, grad, vmap
+model = Net()
+def call(m, x):
+    p = {k: v.detach() for k, v in m.named_parameters()}
+    def f(p, s): return loss_of(functional_call(m, p, (s[None],)))
+    note(f"{vmap(grad(f), in_dims=(None, 0))(p, x)['two.weight'].norm().item():.8f}"); return loss_of(m(x))
+train(model, call=call)
+""",
+    forward_ad_dual="""
+import torch.autograd.forward_ad as fwAD
+def before(step):
+    with fwAD.dual_level():
+        out = model(fwAD.make_dual(torch.ones(1, 8), torch.ones(1, 8)))
+        note(fwAD.unpack_dual(out).tangent.tolist())
+model = Net(); train(model, before=before)
+""",
+    fx_symbolic_trace_in_the_middle="""
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__(); self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 4)
+    def forward(self, x: Tensor) -> Tensor: return self.two(self.one(x).relu())
+model = Plain()
+def before(step):
+    g = torch.fx.symbolic_trace(model); note([n.name for n in g.graph.nodes])
+train(model, before=before)
+""",
+    compiled_optimizer_step="""
+model = Net(); opt = torch.optim.Adam(model.parameters(), 0.01)
+@torch.compile(backend="eager")
+def step_(): opt.step()
+watch(model)
+for step, x in enumerate(data(), 1):
+    loss = loss_of(model(x)); loss.backward(); step_(); opt.zero_grad(); log(step, loss.detach())
+note(torch._dynamo.utils.counters["stats"].get("unique_graphs"))
+""",
+    lazy_modules_uninitialised="""
+model = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.LazyLinear(4)); watch(model)
+opt = None
+for step, x in enumerate(data(), 1):
+    loss = loss_of(model(x)); opt = opt or torch.optim.SGD(model.parameters(), 0.1)
+    loss.backward(); opt.step(); opt.zero_grad(); log(step, loss.detach())
+""",
+    gloo_ddp_single="""
+import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = Net(); ddp = nn.parallel.DistributedDataParallel(model)
+train(ddp); dist.destroy_process_group()
+""",
+    loader_persistent_workers="""
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+class D(Dataset):
+    def __len__(self): return 12
+    def __getitem__(self, i): return torch.full((8,), float(i)) + torch.rand(8) + get_worker_info().id
+model = Net(); watch(model); opt = torch.optim.SGD(model.parameters(), 0.01)
+loader = DataLoader(D(), 3, shuffle=True, num_workers=2, persistent_workers=True)
+step = 0
+for epoch in range(2):
+    for x in loader:
+        step += 1
+        loss = loss_of(model(x)); loss.backward(); opt.step(); opt.zero_grad(); log(step, loss.detach())
+note(step)
+""",
+)

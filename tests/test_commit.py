@@ -60,3 +60,11 @@ def test_no_program_that_the_repository_names_is_run(
     assert not (tmp_path / "was_run").exists()
     subprocess.run(["git", "status", "--porcelain"], capture_output=True)
     assert (tmp_path / "was_run").exists(), "the program is one that git would run"
+
+
+def test_a_known_commit_is_taken_without_git(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("TRUEMFU_GIT_COMMIT", "abc-dirty")
+    assert git_commit() == "abc-dirty"
+    monkeypatch.setenv("TRUEMFU_GIT_COMMIT", "")
+    assert git_commit() is None

@@ -9,7 +9,9 @@ prints per variant
   step          the median step by hand in host-bound and in device-bound turns
   difference    the largest difference of a row's step time from the events by hand, relative to the latter,
                 and how many rows are further than 2 % from them
-  left out      what the monitor excluded as unusual, and by hand, from events at both ends of the same gaps
+  left out      what the monitor excluded as unusual, and by hand, from events at both ends of the same gaps:
+                a gap ends between an event before the model is called and one in its forward pass, since a
+                host that is held up between these two is held up in either
 and what placing a mark takes the host. On a CPU the host's clock stands for the events.
 Ends with one line of JSON; exits 1 where a row is further than 2 % from the truth.
 
@@ -174,11 +176,14 @@ class Program:
 
     def run(self, variant: Variant, folder: str) -> dict[str, Any]:
         """The rows of the monitor against the stamps."""
-        stamps, ends, begins = self.stamps, [], []
+        stamps, ends, begins, entered = self.stamps, [], [], []
         monitor = TrainingMonitor(folder, model=self.model)
+        # After the monitor's own hook, which was there before it.
+        hook = self.model.register_forward_pre_hook(lambda *_: entered.append(stamps.now()))
         for step in range(LEAD_IN_STEPS + TURNS * STEPS_PER_TURN):
             is_host_bound = self._is_host_bound(step)
             begins.append(stamps.now())
+            del entered[step:]  # of an evaluation
             loss = self.step(HOST_OVER_DEVICE * self.step_s if is_host_bound else 0.0)
             is_due = variant.item_every > 0 and step % variant.item_every == 0
             if is_due and not variant.after_log_step:
@@ -189,12 +194,16 @@ class Program:
                 loss.item()
             if variant.evaluates and step % EVALUATE_EVERY == 0:
                 self._evaluate()
+        hook.remove()
         self.synchronize()
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             monitor.close()
         rows = json.loads((Path(folder) / "training_log.json").read_text(encoding="utf-8"))
         by_hand = [stamps.between_s(begin, end) for begin, end in pairwise(ends)]
-        gaps = [stamps.between_s(end, begin) for end, begin in zip(ends, begins[1:], strict=False)]
+        gaps = [
+            (stamps.between_s(end, begin), stamps.between_s(end, inside))
+            for end, begin, inside in zip(ends, begins[1:], entered[1:], strict=False)
+        ]
         return self._compared(rows, by_hand, gaps)
 
     def _is_host_bound(self, step: int) -> bool:
@@ -208,14 +217,15 @@ class Program:
                 self.model(self.batch)
 
     def _compared(
-        self, rows: list[dict[str, Any]], by_hand: list[float], gaps: list[float]
+        self, rows: list[dict[str, Any]], by_hand: list[float], gaps: list[tuple[float, float]]
     ) -> dict[str, Any]:
         """Rows from the second step on; a gap that the monitor excluded is taken off by hand too."""
         compared = [row for row in rows if row["global_step"] > LEAD_IN_STEPS and not row.get("perf/warmup")]
         excluded = {
-            row["global_step"]: gaps[row["global_step"] - 1]
+            row["global_step"]: min(max(shortest_s, _left_out_s(row)), longest_s)
             for row in compared
             if any(name in row for name in LEFT_OUT)
+            for shortest_s, longest_s in [gaps[row["global_step"] - 1]]
         }
         true_s = {
             row["global_step"]: by_hand[row["global_step"] - 1] - excluded.get(row["global_step"], 0.0)
@@ -239,7 +249,7 @@ class Program:
             "at_step": worst,
             "rows_above_limit": sum(abs(difference) > LIMIT for difference in differences.values()),
             "median_difference": statistics.median(map(abs, differences.values())),
-            "left_out_s": sum(row.get(name, 0.0) for row in compared for name in LEFT_OUT),
+            "left_out_s": sum(map(_left_out_s, compared)),
             "left_out_by_hand_s": sum(excluded.values()),
         }
 
@@ -254,6 +264,10 @@ class Program:
             clock.poll()
         self.synchronize()
         return found
+
+
+def _left_out_s(row: dict[str, Any]) -> float:
+    return sum(float(row.get(name, 0.0)) for name in LEFT_OUT)
 
 
 def main() -> int:

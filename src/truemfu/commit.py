@@ -2,7 +2,8 @@
 
 A repository's own configuration can name programs: a file system monitor, hooks, filters for file contents,
 transports. A training may be started in an untrusted folder, and only the commit is needed.
-Not for the training thread: git may take seconds.
+Not for the training thread: git may take seconds. Nor in the training process, where that can be avoided: a
+program that waits for any child of its own gets git, so `truemfu run` asks before it starts the command.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import os
 import shutil
 import subprocess
 
+KNOWN_COMMIT = "TRUEMFU_GIT_COMMIT"
+"""The environment variable that has the commit of this process's folder; empty: there is none."""
 _TIMEOUT_S = 10.0
 _OVERRIDES = ("core.fsmonitor=false", f"core.hooksPath={os.devnull}", "protocol.allow=never")
 _OF_REPOSITORY = ("local", "worktree")
@@ -19,6 +22,8 @@ _NO_MATCH = 1
 
 def git_commit() -> str | None:
     """The commit, with "-dirty" appended if files differ; None outside git, or if git fails."""
+    if (known := os.environ.get(KNOWN_COMMIT)) is not None:
+        return known or None
     try:
         commit = _git("rev-parse", "--verify", "HEAD")
         filters = _git("config", "-z", "--show-scope", "--name-only", "--get-regexp", r"^filter\.")

@@ -38,6 +38,9 @@ def open_plain(path: Path, flags: int) -> int:
     raise _not_plain("a FIFO" if stat.S_ISFIFO(mode) else "a device", path)
 
 
+_HIGH = 1000
+
+
 class Descriptor:
     """An open descriptor of ours.
 
@@ -48,6 +51,22 @@ class Descriptor:
     def __init__(self, number: int) -> None:
         self.number = number
         self._file = _file_of(number)
+
+    @classmethod
+    def high(cls, number: int) -> Descriptor:
+        """The same file under a high number, where the limit of open files allows it; `number` is closed.
+
+        A program that has closed its standard streams opens others in their place, which get the lowest
+        numbers: ours there would receive what it prints.
+        """
+        try:
+            import fcntl
+
+            high = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, _HIGH)
+        except (ImportError, OSError):
+            return cls(number)
+        os.close(number)
+        return cls(high)
 
     @property
     def is_ours(self) -> bool:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import _thread
+import queue
+import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,7 @@ from rank_processes import free_address, run_ranks
 from torch import nn
 
 from truemfu.monitor.ranks.lateness import lateness
-from truemfu.monitor.ranks.outside_time import OutsideTime
+from truemfu.monitor.ranks.outside_time import OutsideTime, _codes_of
 from truemfu.monitor.ranks.rank_row import RankRow
 from truemfu.monitor.ranks.reporter import Identity, RankReporter
 from truemfu.monitor.ranks.row_sources import HostTime, RowSources
@@ -48,7 +52,7 @@ def rank_of_two(rank: int, address: str, where: str, folder: Path) -> None:
         send=lambda message: None,
         sources=RowSources(
             host_time=HostTime(threading.get_native_id()),
-            outside=OutsideTime(threading.current_thread()),
+            outside=OutsideTime(),
         ),
     )
     for step in range(STEPS):
@@ -78,11 +82,56 @@ def test_a_rank_that_sleeps_is_late_because_it_is_blocked(tmp_path: Path, where:
     assert others["blocked"] <= 0.0  # less what its host explains
 
 
-def test_a_thread_that_has_ended_is_not_looked_at() -> None:
-    thread = threading.Thread(target=lambda: None)
-    thread.start()
-    thread.join()
-    outside = OutsideTime(thread)
-    outside._looking.join(60.0)
-    assert not outside._looking.is_alive()
-    assert outside.share() is None
+def made_on_a_thread_of_its_own(how: str) -> OutsideTime:
+    """By one that has ended, and whose number is given to the next."""
+    made: queue.SimpleQueue[OutsideTime] = queue.SimpleQueue()
+    if how == "of threading":
+        threading.Thread(target=lambda: made.put(OutsideTime())).start()
+    else:
+        _thread.start_new_thread(lambda: made.put(OutsideTime()), ())
+    return made.get()
+
+
+@pytest.mark.parametrize("how", ["of threading", "of another library"])
+def test_a_thread_that_has_ended_is_not_looked_at(how: str) -> None:
+    outside = [made_on_a_thread_of_its_own(how) for _ in range(20)]
+    stay = threading.Event()
+    others = [threading.Thread(target=stay.wait, daemon=True) for _ in range(20)]
+    for other in others:
+        other.start()
+    for one in outside:
+        one._looking.join(60.0)
+    assert not any(one._looking.is_alive() for one in outside)
+    assert {one.share() for one in outside} == {None}
+    stay.set()
+
+
+def test_a_look_keeps_nothing_of_the_program_alive() -> None:
+    class Held:
+        pass
+
+    def leaves() -> weakref.ref[Held]:
+        held = Held()
+        refs.append(weakref.ref(held))
+        return refs[-1]
+
+    refs: list[weakref.ref[Held]] = []
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    codes = _codes_of(threading.get_ident())
+    stop = threading.Event()
+
+    def looks() -> None:
+        while not stop.is_set():
+            next(codes)
+
+    looking = threading.Thread(target=looks)
+    looking.start()
+    try:
+        ends_s = time.monotonic() + 1.0
+        while time.monotonic() < ends_s:
+            assert leaves()() is None
+    finally:
+        stop.set()
+        looking.join()
+        sys.setswitchinterval(interval_s)

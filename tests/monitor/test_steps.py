@@ -12,6 +12,7 @@ import json
 import pickle
 import random
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -29,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from truemfu import TrainingMonitor
+from truemfu.monitor.rows import row_thread
 from truemfu.monitor.rows import rows as rows_module
 from truemfu.monitor.timing.clock import CudaClock, HostClock, Span, StepClock, TimeMark
 from truemfu.monitor.values.host_values import HostValues
@@ -1331,3 +1333,27 @@ def test_whatever_comes_between_steps_each_has_its_own_numbers(run: Run) -> None
     assert all("perf/mfu_unknown" in row for row in rows[1:] if "perf/tflops_per_gpu" not in row)
     assert len(known) > 0.9 * len(rows)
     assert run.monitor.summary()["lost"] == []
+
+
+def test_a_burst_of_rows_lets_the_training_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's own interval, after which a thread must release the GIL, is out of the question here."""
+    monkeypatch.setattr(row_thread, "_WAKE_EVERY_S", 1000.0)
+    model = nn.Linear(4, 4)
+    monitor = TrainingMonitor(tmp_path, {"monitoring": {"peak_tflops": 1.0}}, model=model)
+    for step in range(400):
+        model(torch.ones(2, 4)).sum().backward()
+        monitor.log_step(step, 0, 0.5, None, 0.1)
+    live = monitor._live
+    assert live is not None
+    queue, seen = live._rows.queue, set()
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1000.0)
+    try:
+        live._row_thread._wake.set()
+        while queue.processed < queue.taken:
+            time.sleep(1e-4)  # as an operation of torch does, this releases the GIL
+            seen.add(queue.processed)
+    finally:
+        sys.setswitchinterval(interval_s)
+        monitor.close()
+    assert len(seen) > 3, seen

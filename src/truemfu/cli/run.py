@@ -15,6 +15,7 @@ from pathlib import Path
 
 import click
 
+from ..commit import KNOWN_COMMIT, git_commit
 from ..environment import is_disabled
 from ..errors import UsageError
 from ..hardware.detect import override_flops_per_s
@@ -119,6 +120,7 @@ def run(
             began_s=time.time(),
         )
         os.environ.update(settings.environment(os.environ))
+        os.environ[KNOWN_COMMIT] = git_commit() or ""
     sys.stdout.flush()
     sys.stderr.flush()
     for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python, and a command would inherit that

@@ -37,9 +37,6 @@ _TO_HANDLE_S = 0.1
 """Within that time a main thread that runs Python calls its handler."""
 _POLL_S = 0.005
 _WATCHED = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-_HIGH = 1000
-"""Python writes to the pipe without a look at what it is: a file that a program opens after it has closed all
-descriptors gets a low number."""
 _END = 0
 """Ends the thread; no signal has this number."""
 
@@ -91,7 +88,7 @@ class _Watch:
         self._put_off: set[int] = set()
         """Signals that arrived while the main thread held the lock for writing: they are sent again, once."""
         self._sent_again: set[int] = set()
-        self._reader, self._writer = _pipe()
+        self._reader, self._writer = map(Descriptor.high, os.pipe())
         os.set_blocking(self._writer.number, False)
         self._thread = threading.Thread(target=self._live, name="truemfu-signals", daemon=True)
         self._thread.start()
@@ -196,22 +193,6 @@ class _Watch:
 
     def _is_set(self, number: int) -> bool:
         return bool(signal.getsignal(number) == self._handler)
-
-
-def _pipe() -> tuple[Descriptor, Descriptor]:
-    """Both ends of a pipe, with high numbers where the limit of open files allows them."""
-    low = os.pipe()
-    try:
-        import fcntl
-
-        high = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, _HIGH) for end in low]
-    except (ImportError, OSError):
-        high = list(low)
-    else:
-        for end in low:
-            os.close(end)
-    reader, writer = map(Descriptor, high)
-    return reader, writer
 
 
 def _main_thread_position() -> tuple[int, int] | None:

@@ -149,17 +149,18 @@ class JsonArrayFile:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
             raise OSError(errno.EINVAL, "the log must be a regular file", str(self.path))
+        file = plain_files.Descriptor.high(fd)  # before it is locked: to close one descriptor ends the lock
         try:
             import fcntl
 
             # A record lock: unlike flock's, it is not inherited by forked workers that outlive a killed run.
-            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(file.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
-            os.close(fd)
+            file.close()
             raise OSError(errno.EBUSY, "another process is writing this log", str(self.path)) from None
         except OSError:
             pass  # a file system without locks: two writers cannot be detected
-        return plain_files.Descriptor(fd)
+        return file
 
     def _repair_if_changed(self) -> None:
         """Check whether another program has changed the file, and repair it if so."""

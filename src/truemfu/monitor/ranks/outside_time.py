@@ -14,6 +14,9 @@ import os
 import random
 import sys
 import threading
+import weakref
+from collections.abc import Iterator
+from operator import attrgetter, itemgetter
 from types import CodeType
 
 import torch.autograd.graph
@@ -26,11 +29,19 @@ _DISTRIBUTED = os.path.dirname(torch.distributed.__file__) + os.sep
 _ENGINE = torch.autograd.graph.__file__
 
 
-class OutsideTime:
-    """Looks at one thread until `close`, or until that thread ends."""
+_DEADLOCKS = (3, 11) <= sys.version_info < (3, 11, 5)
+"""Whether Python may run a garbage collection while it lists the threads, and then wait for ever."""
 
-    def __init__(self, thread: threading.Thread) -> None:
-        self._thread = thread
+
+class OutsideTime:
+    """Looks at the thread that makes it until `close`, or until that thread ends."""
+
+    def __init__(self) -> None:
+        self._codes = _codes_of(threading.get_ident())
+        self._of_thread = threading.local()
+        self._of_thread.life = life = _Life()
+        self._life = weakref.ref(life)
+        """Dead once the thread is: its number may be that of another one then, this object's own included."""
         self._looks = self._outside = 0
         self._last = (0, 0)
         self._is_over = threading.Event()
@@ -52,13 +63,29 @@ class OutsideTime:
         self._is_over.set()
 
     def _live(self) -> None:
-        while not self._is_over.wait(2 * _MEAN_INTERVAL_S * self._intervals.random()):
-            frame = sys._current_frames().get(self._thread.ident or 0)
-            if frame is None or not self._thread.is_alive():
-                return  # it has ended; another thread may have its number since
-            self._outside += not _is_collective(frame.f_code)
+        while not (_DEADLOCKS or self._is_over.wait(2 * _MEAN_INTERVAL_S * self._intervals.random())):
+            try:
+                code = next(self._codes)
+            except KeyError:
+                return  # no thread has its number
+            if self._life() is None:
+                return  # the code may be another thread's
+            self._outside += not _is_collective(code)
             self._looks += 1
-            del frame  # it would keep the caller's variables alive
+
+
+class _Life:
+    """Held by a thread alone."""
+
+
+def _codes_of(thread: int) -> Iterator[CodeType]:
+    """The code that a thread executes at each `next`, which raises a KeyError without such a thread.
+
+    Without bytecode between the steps, no other thread runs meanwhile: a frame that is held while its thread
+    leaves it would keep the variables of the program alive, and end them here.
+    """
+    frames = map(itemgetter(thread), iter(sys._current_frames, None))
+    return map(attrgetter("f_code"), frames)
 
 
 def _is_collective(code: CodeType) -> bool:

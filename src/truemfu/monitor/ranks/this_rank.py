@@ -125,7 +125,7 @@ class ThisRank:
                 clock_hz=clock_hz,
                 collectives=CollectiveTimes() if on_gpu else None,
                 host_time=None if on_gpu else HostTime(threading.get_native_id()),
-                outside=None if on_gpu else OutsideTime(threading.current_thread()),
+                outside=None if on_gpu else OutsideTime(),
             ),
         )
         self.store.wake()

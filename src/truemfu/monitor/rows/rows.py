@@ -10,6 +10,7 @@ ranks each step is reported, and rank 0 holds its row back until all ranks have 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -43,8 +44,11 @@ from .held_rows import HeldRows
 from .output import Output
 from .step_queue import StepQueue
 
-_MOST_TOGETHER = 32
+_MOST_TOGETHER = 8
 """The most rows handed to the output at once."""
+_LET_OTHERS_RUN_S = 5e-5
+"""Between them. Else the training thread waits for the GIL at each operation of torch, which releases it, for
+Python's switch interval of 5 ms."""
 _MOST_UNLEARNED = 10_000
 _SHORTEST_PAUSE_S = 0.1
 """Between two reports of a rank."""
@@ -262,7 +266,7 @@ class Rows:
         """Make rows of all steps that are ready."""
         self.reader.learn()
         while self._process_some(is_awaited=is_awaited) == _MOST_TOGETHER:
-            pass
+            time.sleep(_LET_OTHERS_RUN_S)
         if self._rank.reporter is not None:
             self._rank.reporter.tick(now=is_awaited)
 
