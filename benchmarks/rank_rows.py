@@ -77,7 +77,7 @@ def free_port() -> int:
 def client(rank: int, world_size: int, port: int, shapes: int, results: Any) -> None:
     store = connected(port, is_server=False)
     calls = calls_to(store)
-    exchange = RowExchange(PREFIX, world_size=world_size)
+    exchange = RowExchange(PREFIX, rank, world_size=world_size)
     sizes: list[int] = []
 
     def send(message: bytes) -> None:
@@ -134,7 +134,7 @@ def measured(clients: int, shapes: int) -> dict[str, Any]:
     while store.add(f"{PREFIX}/ready", 0) < clients:
         time.sleep(0.1)
     job = JobView(world_size, notice=lambda text, **_: print(text, file=sys.stderr))
-    exchange = RowExchange(PREFIX, world_size=world_size, take=job.take)
+    exchange = RowExchange(PREFIX, 0, world_size=world_size, take=job.take)
     calls, reading, adding = calls_to(store), Timed(), Timed()
     store.set(f"{PREFIX}/go", "1")
     while store.add(f"{PREFIX}/done", 0) < clients:

@@ -7,10 +7,11 @@ from typing import Any, ClassVar
 
 import pytest
 
+from truemfu.crosscheck import KnownWork
 from truemfu.hardware.counters.executed import CYCLE_COUNTERS, DRIVER, datasheet_clock_hz
 from truemfu.hardware.counters.samples import CounterWindow
 from truemfu.hardware.detect import find_spec
-from truemfu.monitor.hybrid.hardware_figures import StepDetail, StepSums, figures_of
+from truemfu.monitor.hybrid.hardware_figures import StepSums, figures_of
 from truemfu.monitor.hybrid.hardware_watch import Cut, MeasuredWindow
 from truemfu.monitor.hybrid.hardware_windows import HardwareWindows, merged
 from truemfu.monitor.metrics import StepAmounts, StepTime
@@ -21,7 +22,7 @@ H200 = find_spec("NVIDIA H200", None)
 PEAK = 989.4e12
 STEP_S = 0.1
 TIME = StepTime(steps=1, elapsed_s=STEP_S, data_wait_s=0.0)
-BF16 = StepDetail(dtype_shares={"bf16": 1.0})
+BF16 = KnownWork(flops_by_dtype={"bf16": 1.0})
 
 
 def step(
@@ -60,7 +61,7 @@ def measured(hmma: float | None = 0.5, source: str = CYCLE_COUNTERS, **values: A
     return MeasuredWindow(window=window, clock_hz=1.5e9, clock_source=source)
 
 
-def figures(detail: StepDetail = BF16, world_size: int = 1, own_peak: bool = False, **values: Any) -> Any:
+def figures(detail: KnownWork = BF16, world_size: int = 1, own_peak: bool = False, **values: Any) -> Any:
     sums = StepSums()
     for _ in range(100):
         sums.add(step(), TIME)
@@ -98,7 +99,7 @@ class Details:
     detail = BF16
     notes: ClassVar[dict[str, None]] = {}
 
-    def of(self, note: StepNote) -> StepDetail:
+    def of(self, note: StepNote) -> KnownWork:
         return self.detail
 
 
@@ -132,14 +133,14 @@ def windows(watch: Any, said: list[str]) -> HardwareWindows:
     return made
 
 
-def window_of(windows: HardwareWindows, one: StepAmounts | None = None, detail: StepDetail = BF16) -> None:
+def window_of(windows: HardwareWindows, one: StepAmounts | None = None, detail: KnownWork = BF16) -> None:
     windows.details.detail = detail  # type: ignore[attr-defined]
     windows.add(noted(Cut(0.0, None, True)), one or step(), TIME)
 
 
 def test_plain_fp32_is_not_on_the_pipe_so_nothing_is_claimed_of_it() -> None:
     """An activity of 0 is no HFU of 0, and the pipe's shares say nothing of this peak."""
-    mixed = figures(StepDetail(dtype_shares={"bf16": 0.95, "fp32": 0.05}))
+    mixed = figures(KnownWork(flops_by_dtype={"bf16": 0.95, "fp32": 0.05}))
     assert mixed.executed_flops_per_s is None
     assert mixed.executed_hfu is None
     assert mixed.check is None
@@ -151,12 +152,12 @@ def test_plain_fp32_is_not_on_the_pipe_so_nothing_is_claimed_of_it() -> None:
 
 
 def test_an_unknown_mix_of_dtypes_is_not_taken_for_bf16() -> None:
-    assert figures(StepDetail()).executed_flops_per_s is None
+    assert figures(KnownWork()).executed_flops_per_s is None
 
 
 def test_the_tiles_of_the_waterfall_are_those_of_the_cross_check() -> None:
-    detail = StepDetail(
-        dtype_shares={"bf16": 1.0}, attention_share=0.4, attention_executed_share=1.0, tile_factor=1.05
+    detail = KnownWork(
+        flops_by_dtype={"bf16": 1.0}, attention_flops=0.4, attention_executed_share=1.0, tile_factor=1.05
     )
     found = figures(detail)
     shares = {part.key: part.share for part in found.fall.parts}
@@ -279,7 +280,7 @@ def test_a_run_with_a_window_has_nothing_to_explain(windows: HardwareWindows) ->
 
 def test_a_window_without_executed_flops_clears_the_ratio(windows: HardwareWindows) -> None:
     window_of(windows)
-    window_of(windows, detail=StepDetail())
+    window_of(windows, detail=KnownWork())
     assert windows.executed_ratio is None
 
 

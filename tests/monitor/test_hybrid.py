@@ -677,9 +677,9 @@ def test_rows_wait_for_the_end_of_their_window_and_whoever_asks_does_not(
     counters()
     with TrainingMonitor(tmp_path, settings(), model=model) as monitor:
         train_until(monitor, model, lambda: asked)
-        assert monitor._live._rows.queue._oldest is not None  # the oldest step, which waits
+        assert monitor._live._rows.queue.oldest() is not None  # the oldest step, which waits
         monitor.save_logs()
-        assert monitor._live._rows.queue._oldest is None
+        assert monitor._live._rows.queue.oldest() is None
 
 
 def test_counters_that_break_while_rows_wait_are_left_out_and_rows_come(

@@ -8,7 +8,6 @@ from fractions import Fraction
 import pytest
 
 from truemfu.monitor.metrics import StepAmounts, StepTime, Window, performance
-from truemfu.monitor.ranks.job_sums import JobStep
 from truemfu.monitor.ranks.role import RankRole
 from truemfu.monitor.step_flops.source import StepFlops
 from truemfu.monitor.totals import StepTotals
@@ -63,7 +62,7 @@ def test_a_row_of_a_job_holds_the_sums_over_its_ranks_and_this_gpus_own_rates() 
         "hardware_flops": 12 * 10**12,
         "peak_flops_per_s": 30 * 10**12,
     }
-    in_job = dataclasses.replace(STEP, in_job=True, job=JobStep(sums))
+    in_job = dataclasses.replace(STEP, in_job=True, job=sums)
     own = OWN | {"perf/mfu_per_gpu": 0.4, "perf/hfu_per_gpu": pytest.approx(0.6)}
     assert performance(in_job, TIME) == own | {
         "perf/tokens_per_second": 10000.0,
@@ -81,7 +80,7 @@ def test_executed_flops_of_different_methods_are_not_added_up() -> None:
     by_counters = dataclasses.replace(STEP, flops=dataclasses.replace(FLOPS, executed_method="counters"))
     assert STEP.shares["hardware_flops"] == 3 * 10**12
     assert by_counters.shares["hardware_flops by counters"] == 3 * 10**12
-    job = JobStep({"hardware_flops": 6 * 10**12, "peak_flops_per_s": 20 * 10**12})
+    job = {"hardware_flops": 6 * 10**12, "peak_flops_per_s": 20 * 10**12}
     assert "perf/hfu" not in performance(dataclasses.replace(by_counters, in_job=True, job=job), TIME)
 
 

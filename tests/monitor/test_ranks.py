@@ -59,7 +59,7 @@ class Inbox:
     def __init__(self, prefix: str, world_size: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.messages: list[bytes] = []
         self.threads: set[str] = set()
-        exchange = RowExchange(prefix, world_size=world_size, take=self._take)
+        exchange = RowExchange(prefix, 0, world_size=world_size, take=self._take)
         self.link = StoreThread(exchange, world_size=world_size, clock=clock)
         self.link.wake()
 
@@ -76,9 +76,9 @@ class Inbox:
             time.sleep(0.01)
 
 
-def sender(prefix: str, world_size: int, clock: Callable[[], float] = time.monotonic) -> StoreThread:
+def sender(prefix: str, rank: int, world_size: int, clock: Callable[[], float] = time.monotonic) -> StoreThread:
     """How another rank sends messages."""
-    return StoreThread(RowExchange(prefix, world_size=world_size), world_size=world_size, clock=clock)
+    return StoreThread(RowExchange(prefix, rank, world_size=world_size), world_size=world_size, clock=clock)
 
 
 def wait_for(path: Path) -> None:
@@ -137,7 +137,7 @@ def rank_process(rank: int, world_size: int, store: str, folder: str) -> None:
     links: list[StoreThread] = []
     for scenario in SCENARIOS:
         prefix = scenario.__name__
-        own = sender(prefix, world_size) if rank else Inbox(prefix, world_size)
+        own = sender(prefix, rank, world_size) if rank else Inbox(prefix, world_size)
         links.append(own.link if isinstance(own, Inbox) else own)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -204,7 +204,7 @@ def mortal_process(rank: int, world_size: int, store: str, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
     store_module.STUCK_S = 3.0
-    link = sender("mortal", world_size)
+    link = sender("mortal", rank, world_size)
     (Path(folder) / f"{rank}.connected").touch()
     for other in range(world_size):
         wait_for(Path(folder) / f"{other}.connected")
@@ -257,7 +257,7 @@ class Job:
 
     def second(self, prefix: str = "rows", *, clock: Callable[[], float] = time.monotonic) -> StoreThread:
         """Another rank."""
-        self._links.append(made := sender(prefix, 2, clock))
+        self._links.append(made := sender(prefix, 1, 2, clock))
         return made
 
     def start(self, store: Any) -> None:
@@ -458,7 +458,6 @@ def test_each_monitor_has_a_prefix_of_its_own() -> None:
 def test_a_message_is_not_read_before_it_is_there(job: Job) -> None:
     job.start(dist.HashStore())
     shared = c10d._get_default_store()
-    shared.add("rows/length", 2)  # two ranks have taken a number, one has written
     shared.set("rows/2", "the second")
     inbox = job.first(world_size=3)
     inbox.wait(b"the second")
@@ -483,7 +482,7 @@ from truemfu.monitor.ranks.row_exchange import RowExchange
 store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), None, False, wait_for_workers=False)
 dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 store_module.STUCK_S = 0.5
-exchange = RowExchange("rows", world_size=2, take=lambda messages: None)
+exchange = RowExchange("rows", 0, world_size=2, take=lambda messages: None)
 link = store_module.StoreThread(exchange, world_size=2)
 link.wake()
 while link._own_store is None or link._call_ends_s is not None:

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 
 from ..run_summary.sums import NO_PAUSES, PAUSES
 from ..utilization import share_of_peak
-from .ranks.amounts import PEAK, Exact, exact
-from .ranks.job_sums import JobStep
+from .ranks.amounts import PEAK, Amounts, Exact, exact
 from .ranks.role import WHOLE, RankRole
 from .step_flops.source import StepFlops, UnknownFlops
 
@@ -75,7 +74,7 @@ class StepAmounts:
     """Which part of these amounts is this rank's."""
     in_job: bool = False
     """Whether the rates without a suffix are those of a job, which `job` has; else they are this rank's."""
-    job: JobStep | None = None
+    job: Amounts | None = None
     """The sums over all ranks, this one included; None if unknown."""
     measured_peak_flops_per_s: float | None = None
     """What `truemfu peak` measured, if the user configured it."""
@@ -86,7 +85,7 @@ class StepAmounts:
         own = self._rates_of(self.own)
         found = own.copy()
         if self.in_job:
-            found = {} if self.job is None else self._rates_of(self.job.sums)
+            found = {} if self.job is None else self._rates_of(self.job)
         per_gpu = _PER_GPU_IN_JOB if self.in_job else _SIZES.values()
         found |= {f"{name}_per_gpu": own[name] for name in per_gpu if name in own}
         if self.flops is not None:

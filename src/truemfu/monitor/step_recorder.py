@@ -248,8 +248,8 @@ class StepRecorder:
             self._audit.hand_over(note)
         self._rows.put(note)
         self.logged += 1
-        if measuring.add_steps(steps):
-            self.watch.plan.set_frequency(measuring.frequency)
+        measuring.add_steps(steps)
+        self.watch.plan.set_frequency(measuring.frequency)
         if self.logged >= self.watch.models.check_at:
             self.check_models()
 

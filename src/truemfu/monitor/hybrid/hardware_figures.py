@@ -2,7 +2,7 @@
 
     steps ─► StepSums ─┐
     counters ─► MeasuredWindow ┼─► figures_of ─► HardwareFigures ─► metrics of a row, the closing summary
-    one count by shape ─► StepDetail ─┘
+    one count by shape ─► KnownWork ─┘
 
 Pure arithmetic. The numerator of MFU stays the count; counters measure executed FLOPs.
 """
@@ -10,8 +10,7 @@ Pure arithmetic. The numerator of MFU stays the count; counters measure executed
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...crosscheck import CrossCheck, KnownWork, crosscheck
@@ -24,6 +23,8 @@ from ...waterfall import Waterfall, WaterfallInputs, waterfall
 from ..metrics import StepAmounts, StepTime
 from ..ranks.amounts import plus
 from .hardware_watch import MeasuredWindow
+
+_PARTS = ("attention_flops", "few_channel_flops", "grouped_flops", "grouped_padded_flops", "unaligned_flops")
 
 
 @dataclass(kw_only=True)
@@ -77,27 +78,6 @@ class StepSums:
         """One of the sums, per second."""
         amount: float | None = getattr(self, name)
         return None if amount is None or not self.elapsed_s else amount / self.elapsed_s
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepDetail:
-    """The composition of a typical step, as shares of its counted executed FLOPs."""
-
-    dtype_shares: Mapping[str, float] = field(default_factory=dict)
-    """As shares of the model FLOPs; empty if unknown."""
-    attention_share: float | None = None
-    attention_executed_share: float | None = None
-    """FLOPs of attention kernels that skip masked blocks, over the counted attention FLOPs."""
-    tile_factor: float | None = None
-    """Of everything except attention."""
-    few_channel_share: float | None = None
-    """Convolutions with fewer than eight input channels."""
-    grouped_share: float | None = None
-    grouped_padded_share: float | None = None
-    """Grouped products, and the same with the rows of each group rounded up to tiles, at most."""
-    unaligned_share: float | None = None
-    """16-bit products with a size that is not a multiple of eight."""
-    uncounted: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,25 +145,26 @@ class HardwareFigures:
 def figures_of(
     sums: StepSums,
     measured: MeasuredWindow,
-    detail: StepDetail,
+    work: KnownWork,
     *,
     spec: DeviceSpec | None,
     audited: AuditedKernels | None,
     world_size: int,
     is_datasheet_peak: bool,
 ) -> HardwareFigures:
-    """The figures of a window. `audited` corrects the activity; without it, executed is an upper bound.
+    """The figures of a window. `work` is that of a typical step, as shares of its executed FLOPs, by dtype as
+    shares of the model's. `audited` corrects the activity; without it, executed is an upper bound.
     `is_datasheet_peak` is False if the user configured a peak: the clock and the pipes' activity then do not
     relate to it."""
     window, executed = measured.window, None
     correction = None if audited is None else audited.executed_over_activity
-    is_all_on_tensor_pipes = on_tensor_pipes(detail.dtype_shares)
+    is_all_on_tensor_pipes = on_tensor_pipes(work.flops_by_dtype)
     if is_all_on_tensor_pipes:
         executed = executed_flops_per_s(
             window,
             spec,
             # The audit's ratio refers to the executed mix of dtypes, which may differ from the counted one.
-            flops_by_dtype=detail.dtype_shares
+            flops_by_dtype=work.flops_by_dtype
             if audited is None or correction is None
             else audited.executed_by_dtype,
             clock_hz=measured.clock_hz,
@@ -210,12 +191,12 @@ def figures_of(
         energy_j_per_million_tokens=None
         if energy_j is None or not sums.tokens
         else energy_j / sums.tokens * 1e6,
-        check=_check(sums, executed, detail, window.processes, is_upper_bound=correction is None),
+        check=_check(sums, executed, work, window.processes, is_upper_bound=correction is None),
         fall=_fall(
             sums,
             measured,
             executed,
-            detail,
+            work,
             None if left_out else spec,
             world_size=world_size,
             left_out=left_out,
@@ -227,7 +208,7 @@ def figures_of(
 def _check(
     sums: StepSums,
     executed: float | None,
-    detail: StepDetail,
+    work: KnownWork,
     processes: tuple[GpuProcess, ...] | None,
     *,
     is_upper_bound: bool,
@@ -236,22 +217,14 @@ def _check(
     if counted is None or executed is None:
         return None
 
-    def part(share: float | None) -> float | None:
-        return None if share is None else share * counted
-
-    work = KnownWork(
-        attention_flops=part(detail.attention_share),
-        attention_executed_share=detail.attention_executed_share,
-        tile_factor=detail.tile_factor,
-        few_channel_flops=part(detail.few_channel_share),
-        grouped_flops=part(detail.grouped_share),
-        grouped_padded_flops=part(detail.grouped_padded_share),
-        unaligned_flops=part(detail.unaligned_share),
-        flops_by_dtype={dtype: share * counted for dtype, share in detail.dtype_shares.items()},
-        uncounted=detail.uncounted,
+    parts = {name: share * counted for name in _PARTS if (share := getattr(work, name)) is not None}
+    of_window = replace(
+        work,
+        flops_by_dtype={dtype: share * counted for dtype, share in work.flops_by_dtype.items()},
         other_processes=_others(processes or ()),
+        **parts,
     )
-    return crosscheck(counted, executed * sums.elapsed_s, work, is_upper_bound=is_upper_bound)
+    return crosscheck(counted, executed * sums.elapsed_s, of_window, is_upper_bound=is_upper_bound)
 
 
 def _others(processes: tuple[GpuProcess, ...]) -> list[int]:
@@ -266,7 +239,7 @@ def _fall(
     sums: StepSums,
     measured: MeasuredWindow,
     executed: float | None,
-    detail: StepDetail,
+    work: KnownWork,
     spec: DeviceSpec | None,
     *,
     world_size: int,
@@ -276,10 +249,10 @@ def _fall(
     window, counted = measured.window, sums.per_s("hardware_flops")
     busy = window.graphics_active if spec is not None else None
     masked = None
-    if counted is not None and detail.attention_share and detail.attention_executed_share is not None:
-        skipped = 1 - detail.attention_executed_share
+    if counted is not None and work.attention_flops and work.attention_executed_share is not None:
+        skipped = 1 - work.attention_executed_share
         # Under the causal convention kernels execute more than was counted: not a separate part.
-        masked = counted * detail.attention_share * skipped if skipped > 0 else None
+        masked = counted * work.attention_flops * skipped if skipped > 0 else None
     efficiency = None
     if sums.tokens and sums.useful_tokens is not None:
         efficiency = sums.useful_tokens / sums.tokens
@@ -301,7 +274,7 @@ def _fall(
             forwards_between_steps=sums.forwards,
             # A single GPU does not wait for others: the remaining idle time is late kernel launches.
             launch_gap_share=1 - busy if busy is not None and world_size == 1 else None,
-            tile_factor=_over_everything(detail),
+            tile_factor=_over_everything(work),
             masked_flops_per_s=masked,
             padding_efficiency=efficiency,
             collective_share=sums.collective_s / sums.timed_s if sums.timed_s else None,
@@ -320,8 +293,8 @@ _UPPER_BOUND_NOTE = (
 )
 
 
-def _over_everything(detail: StepDetail) -> float | None:
+def _over_everything(work: KnownWork) -> float | None:
     """The tile factor of a whole step: attention's own tiles are unknown and not included."""
-    if detail.tile_factor is None or detail.attention_share is None:
-        return detail.tile_factor
-    return 1 + (detail.tile_factor - 1) * (1 - detail.attention_share)
+    if work.tile_factor is None or work.attention_flops is None:
+        return work.tile_factor
+    return 1 + (work.tile_factor - 1) * (1 - work.attention_flops)

@@ -111,7 +111,7 @@ class HardwareWindows:
             sums.collective_s, sums.timed_s = share * sums.elapsed_s, sums.elapsed_s
         source = None if amounts.flops is None else amounts.flops.peak_source
         typical: dict[str, Any] = {
-            "detail": self.details.of(note),
+            "work": self.details.of(note),
             "is_datasheet_peak": bool(source and source.startswith(_DATASHEET)),
         }
         self.latest, self._latest_at_s = self._figures_of(sums, measured, **typical), monotonic()

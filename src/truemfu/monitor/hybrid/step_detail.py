@@ -10,14 +10,14 @@ from dataclasses import replace
 
 import torch
 
+from ...crosscheck import KnownWork
 from ...flops import FlopCount, StepWork
 from ...hardware.tiles import Shape, mean_tile_factor
 from ..step_flops.known import Unknown
 from ..step_flops.source import FlopsSource
 from ..step_note import StepNote
-from .hardware_figures import StepDetail
 
-_NOTHING = StepDetail()
+_NOTHING = KnownWork()
 
 
 class StepDetails:
@@ -32,7 +32,7 @@ class StepDetails:
         self._of: FlopCount | None = None
         self._detail = _NOTHING
 
-    def of(self, note: StepNote) -> StepDetail:
+    def of(self, note: StepNote) -> KnownWork:
         """The detail of a step; empty if its FLOPs were not counted."""
         count = self._flops.count(note)
         if isinstance(count, Unknown) or not count.hardware_flops:
@@ -63,10 +63,10 @@ def detail_of(
     compute_capability: tuple[int, int] | None,
     sm_count: int | None,
     audited_tiles: Mapping[Shape, float],
-) -> StepDetail:
+) -> KnownWork:
     """A count, and its work by shape if known, as shares."""
-    detail = StepDetail(
-        dtype_shares={dtype: flops / count.model_flops for dtype, flops in count.by_dtype.items() if flops},
+    detail = KnownWork(
+        flops_by_dtype={dtype: flops / count.model_flops for dtype, flops in count.by_dtype.items() if flops},
         uncounted=count.uncounted,
     )
     if work is None or not work.hardware_flops:
@@ -83,11 +83,11 @@ def detail_of(
         )
     return replace(
         detail,
-        attention_share=work.attention / work.hardware_flops,
+        attention_flops=work.attention / work.hardware_flops,
         attention_executed_share=blocked / work.attention if work.attention and blocked is not None else None,
         tile_factor=tiles,
-        few_channel_share=work.few_channels / work.hardware_flops,
-        grouped_share=work.grouped / work.hardware_flops,
-        grouped_padded_share=work.grouped_padded / work.hardware_flops,
-        unaligned_share=work.unaligned / work.hardware_flops,
+        few_channel_flops=work.few_channels / work.hardware_flops,
+        grouped_flops=work.grouped / work.hardware_flops,
+        grouped_padded_flops=work.grouped_padded / work.hardware_flops,
+        unaligned_flops=work.unaligned / work.hardware_flops,
     )

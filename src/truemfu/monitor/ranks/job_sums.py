@@ -7,9 +7,6 @@ and messages are not kept. Steps are asked for in order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
 from .amounts import Amounts, Exact, Message, StepKey, StepRun
 
 _RANKS = ""
@@ -17,13 +14,6 @@ _RANKS = ""
 _NOTHING = -1, 0
 _Change = dict[str, tuple[int, Exact]]
 """By amount: how many ranks more know it, and by how much its sum grows."""
-
-
-@dataclass(frozen=True, eq=False)
-class JobStep:
-    """The sums of one step over all ranks; an amount that one rank does not know is missing."""
-
-    sums: Mapping[str, Exact]
 
 
 class JobSums:
@@ -49,8 +39,11 @@ class JobSums:
         """Numbering and step up to which a rank has reported."""
         return self._covered.get(rank, _NOTHING)
 
-    def of(self, key: StepKey) -> JobStep | None:
-        """The sums of a step over the other ranks; None if one of them has not reported this very step."""
+    def of(self, key: StepKey) -> Amounts | None:
+        """The sums of a step over the other ranks; None if one of them has not reported this very step.
+
+        An amount that one rank does not know is missing.
+        """
         for place, series in list(self._series.items()):
             if place[0] == key.numbering:
                 series.advance(key.step)
@@ -67,7 +60,6 @@ class _Series:
         self._changes: dict[int, _Change] = {}
         """By step: what begins and ends there, until it is passed."""
         self._running: _Change = {_RANKS: (0, 0)}
-        self._step: JobStep | None = None
 
     def add(self, run: StepRun, amounts: Amounts) -> None:
         begins: _Change = {_RANKS: (1, 0)} | {name: (1, value) for name, value in amounts.items()}
@@ -85,14 +77,11 @@ class _Series:
         """Whether all runs have ended."""
         return not self._changes
 
-    def sums(self, others: int) -> JobStep | None:
-        """At the current step; the same object while nothing changes."""
+    def sums(self, others: int) -> Amounts | None:
+        """At the current step."""
         if self._running[_RANKS][0] != others:
             return None
-        known = {name: value for name, (count, value) in self._running.items() if name and count == others}
-        if self._step is None or self._step.sums != known:
-            self._step = JobStep(known)
-        return self._step
+        return {name: value for name, (count, value) in self._running.items() if name and count == others}
 
 
 def _add(to: _Change, change: _Change) -> None:

@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 
 from ...errors import one_line
-from .amounts import TOTALS, Exact, Message, StepKey
-from .job_sums import JobStep, JobSums
+from .amounts import TOTALS, Amounts, Exact, Message, StepKey
+from .job_sums import JobSums
 from .rank_record import MOST_NAMED, RankRecord, named
 from .rank_row import RankRow
 from .reporter import GPU_NAME, ROW_EVERY_S, RankReporter
@@ -138,7 +138,7 @@ class JobView:
             self._alerted.add(about)
             self._notice(str(alert), about=about)
 
-    def step(self, key: StepKey) -> JobStep | None:
+    def step(self, key: StepKey) -> Amounts | None:
         """The sums of a step over the other ranks; None if they are not complete. In the order of steps."""
         with self._lock:
             return self._sums.of(key)

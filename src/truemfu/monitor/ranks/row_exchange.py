@@ -1,10 +1,9 @@
 """How the messages of ranks reach rank 0: one key of the job's store for each rank, overwritten each time.
 
-    <prefix>/length      how many ranks have taken a number; an atomic addition
-    <prefix>/<number>    the latest message of the rank with that number
+    <prefix>/<rank>    the latest message of that rank
 
-Rank 0 reads all of them together, and only keys that exist: a number is read once its key was seen. A store
-that was replaced is empty, so every rank takes a number again. The store is used on the store thread alone.
+Rank 0 reads all of them together, and only keys that exist: a missing one would block. A store that was
+replaced is empty. The store is used on the store thread alone.
 """
 
 from __future__ import annotations
@@ -37,24 +36,22 @@ class RowExchange:
     def __init__(
         self,
         prefix: str,
+        rank: int,
         *,
         world_size: int,
         take: Callable[[list[bytes]], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._prefix, self._take, self._clock = prefix, take, clock
-        self._others = world_size - 1
+        self._prefix, self._rank, self._take, self._clock = prefix, rank, take, clock
+        self._others = range(1, world_size)
         self._read_every_s = read_every_s(world_size)
         self._message: bytes | None = None
         self._is_sent = True
         self._stores = 0
-        """Which of the job's stores the numbers are of."""
-        self._number: int | None = None
+        """Which of the job's stores was used last."""
         self._read_s = self._hurry_until_s = 0.0
-        self._length = 0
-        self._unseen: set[int] = set()
         self._seen: dict[int, int] = {}
-        """Numbers whose key exists, and the hash of the message last read."""
+        """Ranks whose key exists, and the hash of the message last read."""
 
     def put(self, message: bytes) -> None:
         """The message to send next; replaces one that was not sent yet. On any thread."""
@@ -70,8 +67,7 @@ class RowExchange:
         `stores` counts the job's stores: a new one is empty. No call waits for another rank.
         """
         if stores != self._stores:
-            self._stores, self._number, self._length = stores, None, 0
-            self._unseen.clear()
+            self._stores = stores
             self._seen.clear()
             self._is_sent = self._message is None
         if self._take is None:
@@ -89,34 +85,25 @@ class RowExchange:
         if message is None or self._is_sent:
             return
         self._is_sent = True  # before the message is written: one that is put meanwhile is sent next
-        if self._number is None:
-            self._number = int(call(store.add, f"{self._prefix}/length", 1))  # atomic
-        call(store.set, f"{self._prefix}/{self._number}", message)
+        call(store.set, self._key(self._rank), message)
 
     def _read(self, store: Any, call: Call) -> list[bytes]:
         """The messages that are new."""
-        self._find_numbers(store, call)
-        numbers = sorted(self._seen)
-        new = []
-        for at in range(0, len(numbers), _READ_TOGETHER):
-            part = numbers[at : at + _READ_TOGETHER]
-            messages = _values(store, call, [f"{self._prefix}/{number}" for number in part])
-            for number, message in zip(part, messages, strict=True):
-                if self._seen[number] != (digest := hash(message)):
-                    self._seen[number] = digest
+        for rank in self._others:
+            if rank not in self._seen and call(store.check, [self._key(rank)]):
+                self._seen[rank] = 0
+        ranks, new = sorted(self._seen), []
+        for at in range(0, len(ranks), _READ_TOGETHER):
+            part = ranks[at : at + _READ_TOGETHER]
+            messages = _values(store, call, [self._key(rank) for rank in part])
+            for rank, message in zip(part, messages, strict=True):
+                if self._seen[rank] != (digest := hash(message)):
+                    self._seen[rank] = digest
                     new.append(message)
         return new
 
-    def _find_numbers(self, store: Any, call: Call) -> None:
-        name = f"{self._prefix}/length"
-        if self._length < self._others and call(store.check, [name]):
-            length = int(call(store.get, name))
-            self._unseen |= set(range(self._length + 1, length + 1))
-            self._length = length
-        for number in sorted(self._unseen):
-            if call(store.check, [f"{self._prefix}/{number}"]):
-                self._unseen.discard(number)
-                self._seen[number] = 0
+    def _key(self, rank: int) -> str:
+        return f"{self._prefix}/{rank}"
 
 
 def _values(store: Any, call: Call, keys: list[str]) -> list[bytes]:

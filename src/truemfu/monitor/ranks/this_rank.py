@@ -61,6 +61,7 @@ class ThisRank:
         self.job = JobView(world_size, notice=notice) if self.is_first and world_size > 1 else None
         exchange = RowExchange(
             f"truemfu/monitor/{next(_created)}/rows",
+            rank,
             world_size=world_size,
             take=None if self.job is None else self.job.take,
         )

@@ -15,8 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from ..ranks.amounts import StepKey
-from ..ranks.job_sums import JobStep
+from ..ranks.amounts import Amounts, StepKey
 from ..ranks.job_view import JobView
 from ..ranks.reporter import ROW_EVERY_S, send_every_s
 from ..ranks.row_exchange import read_every_s
@@ -63,9 +62,9 @@ class HeldRows(Generic[T]):
         """Hold a row."""
         self._rows.append((row, key, self._clock()))
 
-    def release(self, *, is_awaited: bool) -> list[tuple[T, JobStep | None]]:
+    def release(self, *, is_awaited: bool) -> list[tuple[T, Amounts | None]]:
         """The rows that wait no longer, each with the sums over the other ranks, or None."""
-        found: list[tuple[T, JobStep | None]] = []
+        found: list[tuple[T, Amounts | None]] = []
         while self._rows:
             row, key, since_s = self._rows[0]
             others = self._job.step(key)

@@ -3,7 +3,7 @@
     training thread ── put(StepNote) ──► StepQueue ──► row thread ──► Rows: a row ──► trackers
 
 It wakes every few seconds and processes all new steps, so that it rarely takes the GIL. The training thread
-only appends to a bounded queue; if rows fall behind, the oldest steps are dropped and counted as lost.
+only appends to a bounded queue; if rows fall behind, steps that it cannot take are counted as lost.
 
 The training thread sends the device values of a few seconds together. If its next step does not come in time,
 they are sent from here, so that their steps are on disk within ten seconds.

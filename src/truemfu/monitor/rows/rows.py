@@ -26,8 +26,7 @@ from ..hybrid.audit_step import AuditStep
 from ..hybrid.hardware_windows import HardwareWindows
 from ..metrics import LastAmounts, StepAmounts, StepTime, Window, performance
 from ..notices import Notices
-from ..ranks.amounts import Exact
-from ..ranks.job_sums import JobStep
+from ..ranks.amounts import Amounts
 from ..ranks.this_rank import ThisRank
 from ..step_flops.plan import ObservationPlan
 from ..step_flops.source import ESTIMATE, FlopsSource, StepFlops, UnknownFlops
@@ -241,8 +240,6 @@ class Rows:
         if rank.job is not None:
             self._held = HeldRows(rank, rank.job, notices)
         self._last_in_job = LastAmounts()
-        self._last_sums: tuple[JobStep, dict[str, Exact], JobStep] | None = None
-        """Of the last step: the sums over the other ranks, its own shares, and both added up."""
         self._window, self.totals = Window(), StepTotals()
         self.failed_steps = 0
 
@@ -316,15 +313,11 @@ class Rows:
             self._rank.store.read_soon()
         return [self._in_job(step, others) for step, others in held.release(is_awaited=is_awaited)]
 
-    def _in_job(self, step: Step, others: JobStep | None) -> Step:
+    def _in_job(self, step: Step, others: Amounts | None) -> Step:
         """The step with the sums over all ranks; its amounts are the last step's object if they are equal."""
-        job = None
+        job, shares = None, step.amounts.shares
         if others is not None:
-            last, shares = self._last_sums, step.amounts.shares
-            if last is None or last[0] is not others or last[1] is not shares:
-                sums = {name: total + shares[name] for name, total in others.sums.items() if name in shares}
-                self._last_sums = last = others, shares, JobStep(sums)
-            job = last[2]
+            job = {name: total + shares[name] for name, total in others.items() if name in shares}
         return step._replace(amounts=self._last_in_job.same_as(replace(step.amounts, job=job)))
 
     def _row_of(self, step: Step) -> tuple[Step, dict[str, Any], bool] | None:

@@ -8,13 +8,12 @@ Lives on the training thread. Which steps are observed is decided in `step_flops
 
 from __future__ import annotations
 
-import sys
-
 from ...convention import Convention
 from ...errors import closest
 from ...flops import StepProfile, StepProfiler
 from ..config import MonitorConfig
 from ..notices import Notices
+from ..step_note import StepPosition
 
 
 class Measuring:
@@ -30,14 +29,13 @@ class Measuring:
         self._profile_is_due = True
         self.is_counted = config.initial_profiling
         """Whether steps are counted already; before, they are estimated."""
-        self._steps = self._planned_at = self._plan_at = 0
-        """Steps so far; when it was last decided what the next one measures, and when that is due again."""
+        self._steps = 0
 
     def set_phase(self, name: str | None) -> None:
         """Measure at the frequency of this phase."""
         known = self._config.phases
         if name is None or (isinstance(name, str) and name in known):
-            self._phase, self._plan_at = name, 0
+            self._phase = name
             return
         hint = closest(str(name), known)
         self._notices(f"unknown phase {name!r}, the phase is unchanged; known: {', '.join(known)}{hint}")
@@ -47,26 +45,14 @@ class Measuring:
         """Steps between measurements in this phase; 0: never again."""
         return self._config.flops_profile_freq if self._phase is None else self._config.phases[self._phase]
 
-    def add_steps(self, steps: int) -> bool:
-        """So many more steps are done; whether it was decided anew what the next one measures."""
+    def add_steps(self, steps: int) -> None:
+        """So many more steps are done."""
         self._steps += steps
-        if self._steps < self._plan_at:
-            return False
-        self._plan_next(self._steps)
-        return True
-
-    def _plan_next(self, done: int) -> None:
-        frequency = self.frequency
-        if not frequency:
-            self._plan_at = sys.maxsize
-            return
-        recalibration = self._config.recalibration_frequency
-        last, self._planned_at = self._planned_at, done
-        if _next_multiple(frequency, last) <= done:
+        done, recalibration = StepPosition(self._steps, steps), self._config.recalibration_frequency
+        if self.frequency and done.reaches(self.frequency):
             self._profile_is_due = True
-        if recalibration and _next_multiple(recalibration, last) <= done:
+        if self.frequency and recalibration and done.reaches(recalibration):
             self.is_counted = True
-        self._plan_at = min(_next_multiple(every, done) for every in (frequency, recalibration) if every)
 
     def begin_step(self, convention: Convention) -> None:
         """Profile the step that begins, if that is due; to be called where this run `profiles`."""
@@ -106,7 +92,3 @@ class Measuring:
         if reason is not None:
             result = "come from torch.profiler" if self.profiles else "and HFU are unknown"
             self._notices(f"hybrid mode: no hardware counters ({reason}); executed FLOPs {result}")
-
-
-def _next_multiple(every: int, after: int) -> int:
-    return (after // every + 1) * every
