@@ -76,7 +76,9 @@ class Inbox:
             time.sleep(0.01)
 
 
-def sender(prefix: str, rank: int, world_size: int, clock: Callable[[], float] = time.monotonic) -> StoreThread:
+def sender(
+    prefix: str, rank: int, world_size: int, clock: Callable[[], float] = time.monotonic
+) -> StoreThread:
     """How another rank sends messages."""
     return StoreThread(RowExchange(prefix, rank, world_size=world_size), world_size=world_size, clock=clock)
 
