@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_runs import noisy, row, write_log, write_run
+from made_runs import RECORD, noisy, row, write_log, write_run
 from tests.command_line import Run, caller
 
 from truemfu.report.compare.compare import RUN_TO_RUN, RUN_TO_RUN_ON_CPU
@@ -279,6 +279,19 @@ def test_versions_that_differ_are_noted(truemfu: Run, base: Path, tmp_path: Path
     other = write_run(tmp_path / "other", noisy(STEPS), _set(versions={"torch": "2.13.0"}))
     out = truemfu("compare", str(base), str(other)).out
     assert "versions differ: torch 2.11.0 in A, 2.13.0 in B" in " ".join(out.split())
+
+
+@pytest.mark.parametrize(
+    ("methods", "mark"), [({"estimate": 9}, "estimated"), ({"estimate": 5, "counted": 4}, "partly estimated")]
+)
+def test_an_estimated_mfu_is_marked(
+    truemfu: Run, base: Path, tmp_path: Path, methods: dict[str, int], mark: str
+) -> None:
+    summary = RECORD["summary"] | {"methods": methods}
+    other = write_run(tmp_path / "other", noisy(STEPS), _set(summary=summary))
+    out = " ".join(truemfu("compare", str(base), str(other)).out.split())
+    assert f"{other}: its MFU is {mark}, not counted" in out
+    assert f"{base}: its MFU" not in out
 
 
 @pytest.mark.parametrize("value", ["-1", "nan", "inf", "much"])

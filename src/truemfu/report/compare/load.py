@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ...errors import UsageError
 from ...records import CaseResult, RunRecord, Status
-from ...run_summary.texts import shapes_text
+from ...run_summary.texts import estimate_mark, shapes_text
 from ...sweep.paths import RECORD_FILE
 from ...utilization import share_of_peak
 from ..folder import run_or_sweep
@@ -92,6 +92,8 @@ def _run(folder: Path) -> MeasuredRun:
     run = load_run(folder)
     record, series = run.record, series_of(run.rows)
     summary = None if record is None else record.summary
+    mark = "" if summary is None else estimate_mark(summary)
+    notes = [*run.notes, *([f"its MFU is{mark.replace('(', '').replace(')', '')}, not counted"] if mark else [])]
     return MeasuredRun(
         where=str(folder),
         series=series,
@@ -100,7 +102,7 @@ def _run(folder: Path) -> MeasuredRun:
         peak_source=None if summary is None else summary.peak_source,
         is_on_cpu=record is not None and record.device == "cpu",
         files=tuple(run.files),
-        notes=tuple(f"{folder}: {note}" for note in run.notes),
+        notes=tuple(f"{folder}: {note}" for note in notes),
     )
 
 
