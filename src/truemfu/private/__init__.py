@@ -8,8 +8,12 @@ from ..lazy import lazy_names
 
 if TYPE_CHECKING:
     from .batches import losses_by_sample
+    from .check import gradient_error
     from .optimizer import PrivateOptimizer
 
-__all__ = ["PrivateOptimizer", "losses_by_sample"]
+__all__ = ["PrivateOptimizer", "gradient_error", "losses_by_sample"]
 
-__getattr__, __dir__ = lazy_names(__name__, {"PrivateOptimizer": "optimizer", "losses_by_sample": "batches"})
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {"PrivateOptimizer": "optimizer", "gradient_error": "check", "losses_by_sample": "batches"},
+)

@@ -30,6 +30,8 @@ class ClippedSum(NamedTuple):
     losses: Tensor
     norms: Tensor
     """Of each sample's gradient, before it is clipped."""
+    epsilon: float
+    """The relative spacing of numbers in the least precise of the products."""
     sums: dict[str, Tensor]
     """The sum of the clipped gradients of each trained parameter."""
 
@@ -63,6 +65,9 @@ class BookKeeping:
             squares = [squared_norms(of_one, samples) for of_one in uses.values()]
             norms = torch.stack(squares).sum(0).sqrt() if squares else losses.new_zeros(samples)
             weights = self.weights(norms)
+            epsilon = max(
+                (torch.finfo(use.dtype).eps for of_one in uses.values() for use in of_one), default=0.0
+            )
             if among is not None:
                 chosen = torch.zeros_like(weights)
                 chosen[list(among)] = weights[list(among)]
@@ -74,7 +79,7 @@ class BookKeeping:
                     found = use.weighted_sum(weights).to(parameter.dtype)
                     total = total + found if at else found
                 sums[name] = total if total.dim() else zeros_like(parameter)
-        return ClippedSum(losses.detach(), norms, sums)
+        return ClippedSum(losses.detach(), norms, epsilon, sums)
 
     def weights(self, norms: Tensor) -> Tensor:
         """What each sample's gradient is multiplied by: 1, or less if its norm is above the largest."""

@@ -27,6 +27,9 @@ _MOST_ELEMENTS = 2**27
 class Gradient(Protocol):
     """What one use of a parameter adds to the gradient of each sample."""
 
+    dtype: torch.dtype
+    """In which it was computed."""
+
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """The sum of the samples' gradients, each times its weight, in the shape of the parameter."""
 
@@ -35,7 +38,7 @@ class Sums:
     """The gradient of each sample, (samples, *shape of the parameter)."""
 
     def __init__(self, per_sample: Tensor) -> None:
-        self.per_sample = per_sample
+        self.per_sample, self.dtype = per_sample, per_sample.dtype
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         return torch.einsum("n,n...->...", weights.to(self.per_sample.dtype), self.per_sample)
@@ -47,7 +50,7 @@ class Outer:
     groups = 1
 
     def __init__(self, left: Tensor, right: Tensor) -> None:
-        self.left, self.right = left, right
+        self.left, self.right, self.dtype = left, right, right.dtype
         self.positions, self.p, self.q = left.shape[1], left.shape[2], right.shape[2]
 
     def factors(self, samples: slice) -> tuple[Tensor, Tensor]:
@@ -79,7 +82,7 @@ class Convolution(Outer):
 
     def __init__(self, x: Tensor, grad: Tensor, shape: torch.Size, settings: ConvolutionSettings) -> None:
         self.x, self.grad, self.shape, self.settings = x, grad, shape, settings
-        self.groups = settings.groups
+        self.groups, self.dtype = settings.groups, grad.dtype
         self.positions = grad.shape[2:].numel()
         self.p, self.q = shape[0] // self.groups, shape[1:].numel()
 

@@ -4,22 +4,34 @@
     step(), or optimizer.step() ─► the sum of all ranks, one draw of noise, divided ─► `.grad` ─► the update
 
 Noise is added by a hook of the optimizer itself, so no step is without it, whoever calls it. Between
-`backward` and that hook no parameter has a `.grad`: one that is there came from elsewhere, is not private, and
-is an error.
+`backward` and that hook no parameter has a `.grad`: one that is there is not private, and is an error.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import ModelError, UsageError
+from ..errors import ModelError, UsageError, brief, warn_once
 from .batches import samples_of
 from .bookkeeping import BookKeeping, Losses, zeros_like
+from .check import gradient_error
 from .noise import add_noise, secure_generator
 from .parallel import Ranks
+
+
+class Monitor(Protocol):
+    """What the check needs of a `TrainingMonitor`."""
+
+    def pause(self, kind: str = ...) -> AbstractContextManager[None]:
+        """Exclude what runs inside from the step."""
+
+    def add_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Log these with the next step."""
 
 
 class PrivateOptimizer:
@@ -33,6 +45,11 @@ class PrivateOptimizer:
     `losses_of(model, batch)` returns the loss of each sample, shape (samples,). The sum is divided by
     `expected_batch_size`, of all ranks and micro-batches together, as Poisson sampling needs it; by the
     number of samples that were seen if it is None. (ε, δ) is the accountant's, for example that of Opacus.
+
+    Every `check_every` steps, beginning with the first, the clipped sum of `check_samples` samples of the
+    batch is compared with a loop over them. A relative error above `check_limit` (the root of the precision:
+    3.5e-4 in fp32, 0.09 in bf16) raises, or warns with `when_wrong="warn"`; `monitor` logs it as
+    `privacy/gradient_error`.
     """
 
     def __init__(
@@ -45,6 +62,11 @@ class PrivateOptimizer:
         expected_batch_size: int | None = None,
         generator: torch.Generator | None = None,
         secure_mode: bool = False,
+        check_every: int | None = 500,
+        check_samples: int = 3,
+        check_limit: float | None = None,
+        when_wrong: str = "raise",
+        monitor: Monitor | None = None,
     ) -> None:
         if max_grad_norm <= 0 or noise_multiplier < 0:
             raise UsageError(
@@ -53,10 +75,23 @@ class PrivateOptimizer:
             )
         if secure_mode and generator is not None:
             raise UsageError("secure_mode has a generator of its own: leave generator out")
+        if when_wrong not in ("raise", "warn"):
+            raise UsageError(f'when_wrong must be "raise" or "warn"; got {brief(when_wrong)}')
         self.model, self.optimizer = model, optimizer
+        self.gradient_error: float | None = None
+        """Of the last check."""
         self._ranks = Ranks(model)
+        if self._ranks.is_sharded and check_every is not None:
+            raise UsageError(
+                "the live check does not support FSDP2: check the model on one GPU, and set check_every=None "
+                "here"
+            )
         self._book = BookKeeping(self._ranks.module, max_grad_norm)
         _check_optimizer(optimizer, self._book.parameters)
+        self._max_grad_norm = max_grad_norm
+        self._check_every, self._check_samples, self._check_limit = check_every, check_samples, check_limit
+        self._raises, self._monitor = when_wrong == "raise", monitor
+        self._steps = 0
         self._std = noise_multiplier * max_grad_norm
         self._expected_batch_size = expected_batch_size
         self._generator = secure_generator() if secure_mode else generator
@@ -70,12 +105,14 @@ class PrivateOptimizer:
 
         An empty batch, which Poisson sampling may give, adds nothing and has a NaN loss.
         """
+        samples, is_first = samples_of(batch), self._sums is None
         if self._sums is None:
             self.zero_grad()
             self._sums = {}
-        samples = samples_of(batch)
         if samples == 0:
             return torch.full((), torch.nan)
+        if is_first and self._check_every and self._steps % self._check_every == 0:
+            self._check(losses_of, batch)
         self._samples += samples
         found = self._book.clipped_sum(losses_of, self.model, batch)
         for name, value in found.sums.items():
@@ -96,6 +133,39 @@ class PrivateOptimizer:
         """Give the optimizer back: its steps are no longer private."""
         self._hook.remove()
 
+    def _check(self, losses_of: Losses, batch: Any) -> None:
+        epsilon = 0.0
+
+        def clipped(among: Sequence[int]) -> dict[str, Tensor]:
+            nonlocal epsilon
+            found = self._book.clipped_sum(losses_of, module, batch, among)
+            epsilon = found.epsilon
+            return found.sums
+
+        module = self._ranks.module
+        with nullcontext() if self._monitor is None else self._monitor.pause("other"):
+            error = gradient_error(
+                module,
+                losses_of,
+                batch,
+                clipped,
+                max_grad_norm=self._max_grad_norm,
+                samples=self._check_samples,
+            )
+        self.gradient_error = error
+        if self._monitor is not None:
+            self._monitor.add_metrics({"privacy/gradient_error": error})
+        limit = epsilon**0.5 if self._check_limit is None else self._check_limit
+        if error > limit:
+            message = (
+                f"the private gradient of step {self._steps + 1} is wrong: it differs from a loop over "
+                f"{self._check_samples} samples by {error:.1e} (limit {limit:.1e}); a layer may mix samples, "
+                "see them in another order, or be random without a Dropout module"
+            )
+            if self._raises:
+                raise ModelError(message)
+            warn_once(message)
+
     def _before_step(self, *_: Any) -> None:
         if self._sums is None:
             raise UsageError("a private step needs backward(losses_of, batch) of PrivateOptimizer before it")
@@ -114,6 +184,7 @@ class PrivateOptimizer:
                 add_noise(total, self._std, self._generator, secure=self._is_secure)
             parameter.grad = self._ranks.summed(total, parameter).div_(max(samples, 1))
         self._sums, self._samples = None, 0
+        self._steps += 1
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, trained: dict[str, nn.Parameter]) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ..errors import ModelError
 from .gradients import Gradient
@@ -61,6 +62,8 @@ class _Hooks:
             return None
         if len(inputs) != 1 or not isinstance(inputs[0], Tensor) or not isinstance(output, Tensor):
             raise ModelError(f"{self._layer} is not supported: expected one tensor in and one tensor out")
+        if isinstance(inputs[0], DTensor) or isinstance(output, DTensor):
+            raise ModelError(f"{self._layer} is split over ranks: tensor parallelism is not supported")
         x, output = (self._of_each_sample(values) for values in (inputs[0], output))
         recorded: Tensor = _Record.apply(output, self._anchor, x.detach(), self)  # type: ignore[no-untyped-call]
         return recorded

@@ -32,6 +32,7 @@ class DPBookKeepingTrainer:
                 make_optimizer(model, settings),
                 max_grad_norm=settings.max_grad_norm,
                 noise_multiplier=settings.noise_multiplier,
+                check_every=None,  # the gradient check of the sweep has come before
             )
         except ModelError as error:
             raise Unsupported(f"{self._what}: {error}") from error
