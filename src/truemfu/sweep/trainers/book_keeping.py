@@ -21,6 +21,8 @@ class DPBookKeepingTrainer:
     """Norms and clipped sum from the inputs and output gradients of each layer."""
 
     private = True
+    supports_ranks = True
+    """Clipping, summing and noise over ranks are those of `truemfu.private`."""
 
     def __init__(self, model: nn.Module, settings: TrainerSettings) -> None:
         if settings.compile:
