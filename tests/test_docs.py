@@ -96,6 +96,7 @@ def names_in_the_code() -> tuple[set[str], set[str]]:
     whole, made = set(), set()
     files = [*(ROOT / "src/truemfu/monitor").rglob("*.py")]
     files += [ROOT / "src/truemfu" / name for name in ("waterfall.py", "crosscheck.py")]
+    files += (ROOT / "src/truemfu/private").glob("*.py")
     for file in files:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr):
@@ -105,7 +106,7 @@ def names_in_the_code() -> tuple[set[str], set[str]]:
                 name, found = node.value, whole
             else:
                 continue
-            if re.fullmatch(r"(perf|training|dataset)/[\w/{}]*[\w}]|global_step", name):
+            if re.fullmatch(r"(perf|training|dataset|privacy)/[\w/{}]*[\w}]|global_step", name):
                 found.add(name)
     return whole, made
 

@@ -27,6 +27,7 @@ STATIONS = (
     ("run_summary",),
     ("trackers",),
     ("monitor",),
+    ("private",),
     ("integrations",),
     ("sweep",),
     ("report",),

@@ -1,4 +1,4 @@
-"""The gradient check: the four trainers pass it, and every kind of wrong trainer we know of does not."""
+"""The gradient check: the trainers pass it, and every kind of wrong trainer we know of does not."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from truemfu.errors import ModelError, UsageError
+from truemfu.private import bookkeeping, gradients
 from truemfu.records import GradientCheck, SweepCase
 from truemfu.sweep.sizes import ModelSize
 from truemfu.sweep.trainers.base import (
     NEEDS_OPACUS,
+    PRIVATE,
     TRAINERS,
     Trainer,
     TrainerSettings,
@@ -164,7 +166,7 @@ def test_our_trainers_pass(name: str) -> None:
     assert 0 < check.relative_error < TOLERANCE / 5
     assert not check.stands_in
     assert check.batch_size != check.seq_len
-    assert check.clipped is trainer.private is (name in NEEDS_OPACUS)
+    assert check.clipped is trainer.private is (name in PRIVATE)
 
 
 def test_a_right_trainer_of_the_users_own_passes() -> None:
@@ -188,6 +190,31 @@ def test_a_right_trainer_of_the_users_own_passes() -> None:
 )
 def test_a_wrong_trainer_fails_by_far(wrong: type[Trainer]) -> None:
     check = check_of(wrong)
+    assert not check.passed
+    assert check.relative_error > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("fault", ["ghost norms", "weighted sums", "clipping", "cross terms"])
+def test_a_wrong_book_keeping_fails_by_far(
+    fault: str, factories: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of its formulas is needed: one changed line of it, and the check says so."""
+    book_keeping = load_trainer("DPBookKeepingTrainer")
+    if fault == "ghost norms":
+        norms = gradients._ghost_norms
+        monkeypatch.setattr(gradients, "_ghost_norms", lambda uses, part: norms(uses[:1], part) / 2)
+    elif fault == "weighted sums":
+        monkeypatch.setattr(gradients.Sums, "weighted_sum", lambda self, weights: self.per_sample.sum(0))
+    elif fault == "clipping":
+        monkeypatch.setattr(bookkeeping.BookKeeping, "weights", lambda self, norms: torch.ones_like(norms))
+    else:
+        together = bookkeeping.squared_norms
+
+        def apart(uses: list[Any], samples: int) -> Tensor:
+            return sum((together([use], samples) for use in uses), start=torch.zeros(samples))
+
+        monkeypatch.setattr(bookkeeping, "squared_norms", apart)
+    check = check_of(book_keeping, f"{factories}:TiedEmbedding")
     assert not check.passed
     assert check.relative_error > 10 * TOLERANCE
 
@@ -292,6 +319,18 @@ class Positions(Bigram):
         return self.tokens(input_ids) + self.positions(torch.arange(input_ids.shape[1])[None])
 
 
+class TiedEmbedding(Bigram):
+    """With a layer norm, and one weight for embedding and head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.head.weight = self.tokens.weight
+
+    def features(self, input_ids: Tensor) -> Tensor:
+        return self.norm(self.tokens(input_ids))
+
+
 class Dropping(Bigram):
     def __init__(self) -> None:
         super().__init__()
@@ -377,6 +416,10 @@ def test_positions_shared_by_all_samples_are_unsupported_not_silently_wrong(
         check_of(load_trainer(name), f"{factories}:Positions")
 
 
+def test_positions_shared_by_all_samples_are_right_under_book_keeping(factories: str) -> None:
+    assert check_of(load_trainer("DPBookKeepingTrainer"), f"{factories}:Positions").passed
+
+
 def test_a_small_model_of_a_factory_is_checked_itself_without_its_dropout(factories: str) -> None:
     check = check_of(load_trainer("DPSGDTrainer"), f"{factories}:Dropping")
     assert check.passed
@@ -456,13 +499,14 @@ def test_a_hugging_face_config_is_checked_on_a_small_copy_of_itself(name: str, t
     assert check.model.endswith("config.json, shrunk")
 
 
-def test_tied_gpt2_is_unsupported_by_private_trainers(tmp_path: Path) -> None:
+def test_tied_gpt2_is_unsupported_by_opacus_and_right_by_book_keeping(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}))
     assert check_of(load_trainer("StandardTrainer"), str(path)).passed
     for name in NEEDS_OPACUS:
         with pytest.raises(Unsupported, match=f"{name} cannot train GPT2LMHeadModel"):
             check_of(load_trainer(name), str(path))
+    assert check_of(load_trainer("DPBookKeepingTrainer"), str(path)).passed
 
 
 @pytest.mark.parametrize(
@@ -493,6 +537,7 @@ def test_tied_weights_are_right_where_the_gradients_are_made(tmp_path: Path) -> 
     path.write_text(json.dumps({**config, "vocab_size": 1000}))
     assert check_of(load_trainer("DPSGDTrainer"), str(path)).passed
     assert check_of(load_trainer("DPFastGradientClippingTrainer"), str(path)).passed
+    assert check_of(load_trainer("DPBookKeepingTrainer"), str(path)).passed
     with pytest.raises(Unsupported, match="Parameter tying is not supported with Ghost Clipping"):
         check_of(load_trainer("DPGhostClippingTrainer"), str(path))
 

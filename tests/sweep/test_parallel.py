@@ -49,6 +49,18 @@ def ran(config: SweepConfig, folder: Path, listener: Recorder | None = None) -> 
 
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_book_keeping_runs_on_several_ranks_and_passes_its_check_there(parallel: str, tmp_path: Path) -> None:
+    if parallel == "fsdp2" and not HAS_FSDP2_ON_CPU:
+        pytest.skip("FSDP2 on a CPU needs a newer torch")
+    (result,) = ran(two(parallel, trainers=["DPBookKeepingTrainer"]), tmp_path).results
+    assert (result.end, result.message) == (Status.OK, None)
+    assert result.gate is not None
+    assert result.gate.passed
+    assert result.gate.clipped
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 def test_ranks_together_have_the_flops_of_as_many_single_processes(parallel: str, tmp_path: Path) -> None:
     if parallel == "fsdp2" and not HAS_FSDP2_ON_CPU:
         pytest.skip("FSDP2 on a CPU needs a newer torch")

@@ -1,4 +1,4 @@
-"""The four trainers: real Opacus, each truly what its name says, and one line where one cannot."""
+"""The trainers: real Opacus, each truly what its name says, and one line where one cannot."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from truemfu import count_flops, count_step
 from truemfu.errors import ModelError, UsageError
 from truemfu.sweep.sizes import ModelSize
-from truemfu.sweep.trainers.base import NEEDS_OPACUS, TRAINERS, TrainerSettings, Unsupported, load_trainer
+from truemfu.sweep.trainers.base import (
+    DEFAULT_TRAINERS,
+    NEEDS_OPACUS,
+    PRIVATE,
+    TRAINERS,
+    TrainerSettings,
+    Unsupported,
+    load_trainer,
+)
 from truemfu.sweep.trainers.standard import StandardTrainer, losses_by_sample
 from truemfu.sweep.worker.models import ReferenceModel
 
@@ -55,8 +63,11 @@ def test_these_are_the_trainers_and_three_need_opacus() -> None:
         "DPSGDTrainer",
         "DPGhostClippingTrainer",
         "DPFastGradientClippingTrainer",
+        "DPBookKeepingTrainer",
     ]
-    assert set(TRAINERS) - NEEDS_OPACUS == {"StandardTrainer"}
+    assert set(TRAINERS) - set(DEFAULT_TRAINERS) == {"DPBookKeepingTrainer"}
+    assert set(TRAINERS) - NEEDS_OPACUS == {"StandardTrainer", "DPBookKeepingTrainer"}
+    assert {name for name in TRAINERS if load_trainer(name).private} == PRIVATE
 
 
 @pytest.mark.parametrize("name", TRAINERS)
@@ -73,7 +84,7 @@ def test_every_trainer_learns_the_same_batch(name: str, optimizer: str) -> None:
     assert losses[-1] < losses[0] - 0.05
 
 
-@pytest.mark.parametrize("name", sorted(NEEDS_OPACUS))
+@pytest.mark.parametrize("name", sorted(PRIVATE))
 def test_a_private_trainer_adds_noise_of_the_promised_size(name: str) -> None:
     trained = model()
     before = [parameter.detach().clone() for parameter in trained.parameters()]
@@ -115,7 +126,8 @@ def test_private_trainers_execute_more_than_the_model_needs() -> None:
         for name in TRAINERS
     }
     assert executed["StandardTrainer"] == needed
-    assert all(executed[name] > needed for name in NEEDS_OPACUS)
+    assert all(executed[name] > needed for name in PRIVATE)
+    assert executed["DPBookKeepingTrainer"] < min(executed[name] for name in NEEDS_OPACUS)
     two_passes = [executed["DPGhostClippingTrainer"], executed["DPFastGradientClippingTrainer"]]
     assert min(two_passes) > executed["DPSGDTrainer"]
 
@@ -149,7 +161,7 @@ def test_logits_that_do_not_fit_the_labels_are_one_clear_error() -> None:
         losses_by_sample(model(), one)
 
 
-@pytest.mark.parametrize("name", sorted(NEEDS_OPACUS))
+@pytest.mark.parametrize("name", sorted(PRIVATE))
 def test_a_private_trainer_cannot_be_compiled(name: str) -> None:
     with pytest.raises(Unsupported, match=f"{name} cannot be compiled"):
         load_trainer(name)(model(), TrainerSettings(compile=True))
@@ -161,6 +173,40 @@ def test_checkpointed_activations_are_unsupported(name: str) -> None:
     trained.gradient_checkpointing_enable()
     with pytest.raises(Unsupported, match=f"{name} cannot train ReferenceModel: Opacus"):
         load_trainer(name)(trained, TrainerSettings()).step(batch())
+
+
+def test_book_keeping_trains_checkpointed_activations_and_tied_weights() -> None:
+    trained = model()
+    trained.gradient_checkpointing_enable()
+    trained.head.weight = trained.tokens.weight
+    settings = TrainerSettings(learning_rate=0.5, noise_multiplier=0.0, max_grad_norm=10.0)
+    trainer = load_trainer("DPBookKeepingTrainer")(trained, settings)
+    losses = [trainer.step(batch()) for _ in range(8)]
+    assert losses[-1] < losses[0] - 0.05
+
+
+def test_what_book_keeping_cannot_train_is_named_before_training() -> None:
+    message = r"DPBookKeepingTrainer cannot train LSTM: the model \(LSTM\) is not supported"
+    with pytest.raises(Unsupported, match=message):
+        load_trainer("DPBookKeepingTrainer")(nn.LSTM(3, 3), TrainerSettings())
+
+
+def test_the_work_of_book_keeping_is_that_of_its_norms_more() -> None:
+    """2 T² (p + q) or 2 T p q for each weight, whichever is less."""
+    size, samples, length = ModelSize(vocab=800, hidden=32, layers=2, heads=2), 2, 16
+    ids = torch.randint(size.vocab, (samples, length))
+    trained = ReferenceModel(size)
+    needed = count_flops(trained, {"input_ids": ids, "labels": ids}).hardware_flops
+    trainer = load_trainer("DPBookKeepingTrainer")(trained, TrainerSettings())
+    count = count_step(trainer.step, {"input_ids": ids, "labels": ids})
+    shapes = [(32, 32)] * 4 + [(32, 128)] * 2
+    norms = size.layers * sum(
+        2 * length * min(length * (p + q), p * q) for p, q in shapes
+    ) + 2 * length**2 * (32 + 800 + 32)
+    extra = count.hardware_flops - needed
+    assert needed > 0
+    vectors = sum(p.numel() for p in trained.parameters() if p.dim() == 1)
+    assert extra == samples * (norms + 2 * vectors)
 
 
 def test_tied_weights_are_unsupported_under_ghost_clipping() -> None:

@@ -98,7 +98,7 @@ class TrueMFUCallback(transformers.TrainerCallback):  # type: ignore[misc]
     def _begin(self, args: Any) -> _Training | None:
         if is_disabled():
             return None
-        trainer = _trainer_that_calls(self)
+        trainer = trainer_that_calls(self)
         missing = [name for name in _NEEDED if not hasattr(trainer, name)]
         if trainer is None or missing:
             lacks = f"its Trainer has no {missing[0]}" if trainer else "no Trainer was found"
@@ -203,7 +203,7 @@ class _Training:
         return call
 
 
-def _trainer_that_calls(callback: TrueMFUCallback) -> Any:
+def trainer_that_calls(callback: transformers.TrainerCallback) -> Any:
     """The Trainer whose loop is calling this callback, from the stack: events do not name it."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -98,6 +98,8 @@ class TrainingMonitor:
         self._measuring = Measuring(self.config, self._notices)
         self._between = BetweenSteps(now_s=_now_s)
         self._datasets = DatasetMetrics(notice=self._notices)
+        self._added: dict[str, float] = {}
+        """Metrics of the caller's for the next row."""
         self._live: LiveRun | None = None
         """The run, from its first batch or step on."""
         self._earlier_error = uncaught()
@@ -213,7 +215,8 @@ class TrainingMonitor:
                     datasets = self._datasets.pending
                     ended = live.steps.end_step()
                     with hidden_from_modes():
-                        live.steps.log_step(*given, ended, datasets, began_s)
+                        live.steps.log_step(*given, ended, datasets, began_s, self._added)
+                    self._added = {}
                     if datasets:
                         self._datasets.begin_step()
             except Exception as error:
@@ -224,6 +227,10 @@ class TrainingMonitor:
             live.steps.own_time.add(end_s - began_s)
             live.steps.own_time.end_step()
             guard.run(live.steps.begin_next_step)
+
+    def add_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Log these with the next step; trackers get those whose names begin with `privacy/` at once."""
+        self._added |= {str(name): float(value) for name, value in metrics.items()}
 
     def update_dataset_metrics(self, batch: Mapping[str, Any], outputs: Any, aggregated_loss: Any) -> None:
         """Loss and accuracy of each dataset of a mixed batch, with the next `log_step`."""

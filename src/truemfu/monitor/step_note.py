@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ..flops import FlopCount, HostCopy, Observation, StepProfile
@@ -51,6 +52,8 @@ class StepExtras(NamedTuple):
     """The step's model FLOPs as given by the caller."""
     profile: StepProfile | None = None
     datasets: Sequence[tuple[PendingDatasetMetrics, HostCopy]] = ()
+    metrics: Mapping[str, float] = MappingProxyType({})
+    """What the caller adds to the row."""
     cut: Cut | None = None
     """Set if a window of the hardware counters ends with this step."""
     observed: ObservedStep | None = None

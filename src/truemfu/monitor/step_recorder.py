@@ -13,7 +13,7 @@ values are sent to the host together, every few seconds.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..flops import HostCopy
@@ -186,6 +186,7 @@ class StepRecorder:
         ended: EndedStep,
         datasets: Datasets,
         now_s: float,
+        metrics: Mapping[str, float] | None = None,
     ) -> None:
         """Hand over one note of a step that has ended."""
         intake, measuring, extras, observed = self.intake, self._measuring, NO_EXTRAS, ended.observed
@@ -196,6 +197,8 @@ class StepRecorder:
             self._audit.end_step()
         if attention_mask is not None or flops is not None or datasets or measuring.profiler is not None:
             extras = self._extras(attention_mask, flops, datasets)
+        if metrics:
+            extras = extras._replace(metrics=metrics)
         if skip_remote is not False and intake.flag("skip_wandb", skip_remote):
             extras = extras._replace(skip_remote=True)
         if self._hooks.are_unsettled:

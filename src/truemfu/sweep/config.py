@@ -27,7 +27,7 @@ from ..text import shortened
 from .content_hash import find_module, is_path
 from .launchers.settings import ClusterSettings, check_settings
 from .sizes import SIZES
-from .trainers.base import NEEDS_OPACUS, OPTIMIZERS, TRAINERS
+from .trainers.base import DEFAULT_TRAINERS, NEEDS_OPACUS, OPTIMIZERS, TRAINERS
 
 DTYPES = ("auto", "fp32", "bf16")
 DEVICES = ("auto", "cuda", "cpu")
@@ -41,7 +41,7 @@ class SweepConfig(
 ):
     """A matrix of experiments, how each is run, and its limits; the default matrix if nothing is set."""
 
-    trainers: list[str] = field(default_factory=lambda: list(TRAINERS))
+    trainers: list[str] = field(default_factory=lambda: list(DEFAULT_TRAINERS))
     """Names of `TRAINERS`, or `package.module:Class`."""
     batch_sizes: list[Count] = field(default_factory=lambda: [4, 8])
     seq_lengths: list[Count] = field(default_factory=lambda: [512, 1024])

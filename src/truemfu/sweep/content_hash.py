@@ -32,7 +32,15 @@ from ..records import SweepCase
 _PACKAGES = ("torch", "opacus", "transformers")
 
 # The code that a measurement runs; the supervisor's files do not affect a figure.
-_SOURCES = ("sweep", "flops", "hardware", "monitor/timing/clock.py", "utilization.py", "convention.py")
+_SOURCES = (
+    "sweep",
+    "private",
+    "flops",
+    "hardware",
+    "monitor/timing/clock.py",
+    "utilization.py",
+    "convention.py",
+)
 _SUPERVISOR = {
     *("config.py", "cases.py", "paths.py", "folder_claim.py", "gpus.py", "content_hash.py"),
     *("supervisor", "launchers"),

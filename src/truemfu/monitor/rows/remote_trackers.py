@@ -71,7 +71,7 @@ class RemoteTrackers:
         return {
             key: value
             for key, value in row.items()
-            if key in _BASICS or (key.startswith("dataset/") and not is_reduced)
+            if key in _BASICS or (key.startswith(("dataset/", "privacy/")) and not is_reduced)
         }
 
     def open(self) -> None:

@@ -92,13 +92,15 @@ class Ratio(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AgainstBaseline(msgspec.Struct, frozen=True, kw_only=True):
-    """A trainer relative to the baseline on the same kind of device; above 1 is slower, larger, more work."""
+    """A trainer relative to the baseline on the same kind of device; above 1 is more of a figure."""
 
     trainer: str
     device: str | None
     gpus: int
     parallel: str | None
     step_time: Ratio | None
+    samples_per_s: Ratio | None
+    mfu: Ratio | None
     peak_memory: Ratio | None
     hardware_flops: Ratio | None
 

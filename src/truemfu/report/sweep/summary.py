@@ -297,6 +297,8 @@ def _against_baseline(
                     trainer=trainer,
                     **site._asdict(),
                     step_time=_ratio(pairs, lambda row: row.step_time_s),
+                    samples_per_s=_ratio(pairs, lambda row: row.samples_per_s),
+                    mfu=_ratio(pairs, lambda row: row.mfu),
                     peak_memory=_ratio(pairs, lambda row: row.peak_memory_bytes),
                     hardware_flops=_ratio(pairs, lambda row: row.hardware_flops),
                 )

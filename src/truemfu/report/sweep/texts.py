@@ -204,6 +204,8 @@ def _against_baseline(summary: SweepSummary) -> Table:
             *_on(summary),
             digits("points", lambda row: row.step_time.points if row.step_time else 0),
             *_ratios("step time", lambda row: row.step_time),
+            *_ratios("samples/h", lambda row: row.samples_per_s),
+            *_ratios("MFU", lambda row: row.mfu),
             *_ratios("peak memory", lambda row: row.peak_memory),
             *_ratios("executed work", lambda row: row.hardware_flops),
         ],

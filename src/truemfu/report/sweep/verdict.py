@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from ...records import OUT_OF_MEMORY, Status
-from ...sweep.trainers.base import NEEDS_OPACUS
+from ...sweep.trainers.base import PRIVATE
 from ...text import duration, flop_rate, share
 from .figures import ExperimentFigures, Ratio, SweepSummary
 from .groups import Group, groups_of
@@ -83,7 +83,7 @@ def _winner(times: Mapping[str, _Time]) -> str | None:
 
 def _cost_of_privacy(summary: SweepSummary, unknown: list[tuple[str, str]]) -> Iterator[str]:
     """The private trainers relative to the baseline, the cheapest first."""
-    known = [row for row in summary.against_baseline if row.trainer in NEEDS_OPACUS and row.step_time]
+    known = [row for row in summary.against_baseline if row.trainer in PRIVATE and row.step_time]
     for row in sorted(known, key=lambda row: row.step_time.geometric_mean if row.step_time else 0.0):
         assert row.step_time is not None
         memory = f" and {_factor(row.peak_memory)} the memory" if row.peak_memory is not None else ""
@@ -92,7 +92,7 @@ def _cost_of_privacy(summary: SweepSummary, unknown: list[tuple[str, str]]) -> I
             f"{summary.baseline}{memory}, over {_points(row.step_time)}."
         )
     for trainer in summary.trainers:
-        if trainer.trainer in NEEDS_OPACUS and trainer.trainer not in {row.trainer for row in known}:
+        if trainer.trainer in PRIVATE and trainer.trainer not in {row.trainer for row in known}:
             why = f"it and {summary.baseline} finished no common point"
             unknown.append((f"the cost of privacy with {trainer.trainer}", why))
 

@@ -49,10 +49,22 @@ TRAINERS: Mapping[str, str] = MappingProxyType(
         "DPSGDTrainer": "truemfu.sweep.trainers.private:DPSGDTrainer",
         "DPGhostClippingTrainer": "truemfu.sweep.trainers.private:DPGhostClippingTrainer",
         "DPFastGradientClippingTrainer": "truemfu.sweep.trainers.private:DPFastGradientClippingTrainer",
+        "DPBookKeepingTrainer": "truemfu.sweep.trainers.book_keeping:DPBookKeepingTrainer",
     }
 )
 
+DEFAULT_TRAINERS = (
+    "StandardTrainer",
+    "DPSGDTrainer",
+    "DPGhostClippingTrainer",
+    "DPFastGradientClippingTrainer",
+)
+"""Those of a sweep that names none."""
+
 NEEDS_OPACUS = frozenset(name for name, home in TRAINERS.items() if ".private:" in home)
+
+PRIVATE = NEEDS_OPACUS | {"DPBookKeepingTrainer"}
+"""Built-in trainers that clip the gradient of each sample."""
 
 
 def load_trainer(name: str) -> type[Trainer]:

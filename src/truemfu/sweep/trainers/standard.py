@@ -11,13 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from ...errors import ModelError, UsageError, closest
+from ...errors import UsageError, closest
+from ...private.batches import losses_by_sample as losses_by_sample
 from .base import OPTIMIZERS, TrainerSettings
-
-IGNORED = -100
-"""The label of a token without a target."""
 
 
 class StandardTrainer:
@@ -50,35 +47,3 @@ def make_optimizer(model: nn.Module, settings: TrainerSettings) -> torch.optim.O
         f"optimizer must be one of {', '.join(OPTIMIZERS)}; got {settings.optimizer!r}"
         f"{closest(settings.optimizer, OPTIMIZERS)}"
     )
-
-
-def losses_by_sample(model: Any, batch: Mapping[str, Any]) -> Tensor:
-    """The loss of each sample of the batch, shape (samples,): mean over its own targets.
-
-    Logits (samples, tokens, classes) with labels (samples, tokens) predict the next token; logits (samples,
-    classes) with labels (samples,) a class. Without labels it is the mean square of the output.
-    """
-    output = model(**{name: value for name, value in batch.items() if name != "labels"})
-    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
-    if not isinstance(logits, Tensor):
-        raise ModelError(
-            f"{type(model).__name__} returned {type(output).__name__} without logits: the sweep computes "
-            "each sample's loss from them"
-        )
-    labels = batch.get("labels")
-    if labels is None:
-        return logits.float().square().flatten(1).mean(dim=1)
-    if logits.dim() == 2 and labels.dim() == 1:
-        return F.cross_entropy(logits.float(), labels, reduction="none")
-    if logits.dim() != 3 or logits.shape[:2] != labels.shape:
-        raise ModelError(
-            f"logits of shape {tuple(logits.shape)} do not fit labels of shape {tuple(labels.shape)}: "
-            "expected (samples, tokens, classes) and (samples, tokens)"
-        )
-    # Moving the labels instead of cutting the logits saves a copy of the largest tensor of the step.
-    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
-    losses = F.cross_entropy(
-        logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="none"
-    )
-    counted = targets.ne(IGNORED).sum(dim=1).clamp(min=1)
-    return losses.view_as(targets).sum(dim=1) / counted

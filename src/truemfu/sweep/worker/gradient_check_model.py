@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ...errors import one_line
 from ...flops import BatchRequest, BuildOptions, model_from_config, read_config
+from ...private.check import dropouts_of
 from ...records import SweepCase
 from ..content_hash import is_path
 from ..failures import is_out_of_memory
@@ -28,11 +29,6 @@ from ..sizes import SIZES, ModelSize
 from ..trainers.standard import losses_by_sample
 from .case_model import Batch, build_case_model, samples_of, to_device, training_batch
 from .models import ReferenceModel, parameter_count
-
-_DROPOUTS = (
-    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
-    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
-)
 
 _SAMPLES, _LENGTH = 3, 5
 _SMALL = ModelSize(vocab=50, hidden=32, layers=2, heads=4)
@@ -225,10 +221,6 @@ def _replaced(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str
 
 def _without_dropout(small: GradientCheckModel) -> GradientCheckModel:
     """The per-sample loop and the step are only comparable without randomness."""
-    for module in small.model.modules():
-        if isinstance(module, _DROPOUTS):
-            module.p = 0.0
-        for name, value in vars(module).items():
-            if "drop" in name and isinstance(value, float):
-                setattr(module, name, 0.0)
+    for module, name, _ in list(dropouts_of(small.model)):
+        setattr(module, name, 0.0)
     return small

@@ -91,7 +91,8 @@ def run_ranks(order: WorkerOrder) -> CaseResult:
 
 def _refuse_private(order: WorkerOrder) -> None:
     """Clipping, summing and noise over ranks would need a check of their own, which does not exist."""
-    if load_trainer(order.case.trainer).private:
+    trainer = load_trainer(order.case.trainer)
+    if trainer.private and not getattr(trainer, "supports_ranks", False):
         raise Unsupported(
             f"{order.case.trainer} runs on one GPU: per-sample clipping and noise over several ranks are not "
             "supported; set gpus_per_experiment to 1"

@@ -1,0 +1,111 @@
+"""The live check of a private gradient: the clipped sum of a few samples against a loop over them.
+
+    the very batch ─┬─► what is checked: the clipped sum of samples i, j, k, from a pass of the whole batch
+                    └─► samples i, j, k, each alone: plain autograd, clip, add
+                                  largest relative difference of any parameter ≤ limit
+
+Both run with dropout off, because a loop draws other random numbers; afterwards model, gradients, buffers and
+random states are as before. It finds a gradient that is not the sum of the clipped gradients of the samples,
+whatever the cause, while the loss looks normal.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .batches import cut, samples_of
+
+SMALLEST_SHARE = 1e-2
+"""A parameter with less of the whole gradient is compared relative to this share: it is mostly rounding."""
+
+_DROPOUTS = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
+)
+
+
+def gradient_error(
+    model: nn.Module,
+    losses_of: Callable[[Any, Any], Tensor],
+    batch: Any,
+    clipped: Callable[[Sequence[int]], Mapping[str, Tensor]],
+    *,
+    max_grad_norm: float,
+    samples: int = 3,
+) -> float:
+    """The largest relative error of any parameter's clipped sum over a few samples of the batch.
+
+    `clipped(among)` is what is checked: it runs the training's own forward and backward pass on the whole
+    batch, and returns the sum, without noise, of the clipped gradients of the samples with these numbers, by
+    parameter name.
+    """
+    count = samples_of(batch)
+    among = [number * count // min(samples, count) for number in range(min(samples, count))]
+    with undisturbed(model):
+        left = {name: value.clone() for name, value in clipped(among).items()}
+        norms = {name: value.norm(dtype=_accumulated(value)) for name, value in left.items()}
+        trained = {name: p for name, p in model.named_parameters() if name in left}
+        for number in among:
+            loss = losses_of(model, cut(batch, count, slice(number, number + 1))).sum()
+            found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+            own = {name: g for name, g in zip(trained, found, strict=True) if g is not None}
+            norm = torch.stack([g.norm(dtype=_accumulated(g)) for g in own.values()]).norm()
+            scale = (max_grad_norm / norm).clamp(max=1.0)
+            for name, gradient in own.items():
+                left[name] -= gradient * scale.to(gradient.dtype)
+        whole = torch.stack(list(norms.values())).norm()
+        errors = [
+            left[name].norm(dtype=_accumulated(left[name])) / torch.maximum(norm, SMALLEST_SHARE * whole)
+            for name, norm in norms.items()
+        ]
+        worst = torch.stack(errors).max().item()
+    return worst if worst < sys.float_info.max else sys.float_info.max  # NaN and infinity too
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Without dropout and in full fp32 inside; everything that a pass may change is as before afterwards."""
+    gradients = {parameter: parameter.grad for parameter in model.parameters()}
+    buffers = {buffer: buffer.clone() for buffer in model.buffers()}
+    devices = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
+    products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    state = random.getstate()
+    dropouts = list(dropouts_of(model))
+    with torch.random.fork_rng(devices=sorted(devices)):
+        try:
+            torch.set_float32_matmul_precision("highest")
+            torch.backends.cudnn.allow_tf32 = False
+            for module, name, _ in dropouts:
+                setattr(module, name, 0.0)
+            yield
+        finally:
+            for module, name, value in dropouts:
+                setattr(module, name, value)
+            torch.set_float32_matmul_precision(products)
+            torch.backends.cudnn.allow_tf32 = convolutions
+            random.setstate(state)
+            with torch.no_grad():
+                for buffer, kept in buffers.items():
+                    buffer.copy_(kept)
+            for parameter, gradient in gradients.items():
+                parameter.grad = gradient
+
+
+def dropouts_of(model: nn.Module) -> Iterator[tuple[nn.Module, str, float]]:
+    """Each probability of a dropout in the model: its module, its attribute and its value."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            is_one = "drop" in name or (name == "p" and isinstance(module, _DROPOUTS))
+            if is_one and isinstance(value, float):
+                yield module, name, value
+
+
+def _accumulated(values: Tensor) -> torch.dtype:
+    return torch.promote_types(values.dtype, torch.float32)

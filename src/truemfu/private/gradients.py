@@ -1,0 +1,187 @@
+"""Per-sample gradients that are never stored: their norms, and their weighted sum.
+
+    Outer     weights of a product: the gradient of sample i is the sum over positions t of l[i,t] r[i,t]ᵀ
+    Sums      small parameters (biases, norms): the gradient of each sample itself
+
+Of the two formulas for the norm of an outer product the cheaper one is used, by its products:
+
+    ghost norm           ‖Σ_t l_t r_tᵀ‖² = Σ_t Σ_s (l_t·l_s)(r_t·r_s)        T² (p + q)
+    per-sample gradient  ‖Lᵀ R‖²                                            T p q
+
+A parameter that is used several times has the sum of its uses as its gradient. The uses of one parameter are
+therefore measured together: Gram matrices are taken between all pairs of uses, which gives the cross terms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+_MOST_ELEMENTS = 2**27
+"""Of a temporary tensor: samples are measured a few at a time."""
+
+
+class Gradient(Protocol):
+    """What one use of a parameter adds to the gradient of each sample."""
+
+    dtype: torch.dtype
+    """In which it was computed."""
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """The sum of the samples' gradients, each times its weight, in the shape of the parameter."""
+
+
+class Sums:
+    """The gradient of each sample, (samples, *shape of the parameter)."""
+
+    def __init__(self, per_sample: Tensor) -> None:
+        self.per_sample, self.dtype = per_sample, per_sample.dtype
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        return torch.einsum("n,n...->...", weights.to(self.per_sample.dtype), self.per_sample)
+
+
+class Outer:
+    """left (samples, positions, p) and right (samples, positions, q) of a weight (p, q)."""
+
+    groups = 1
+
+    def __init__(self, left: Tensor, right: Tensor) -> None:
+        self.left, self.right, self.dtype = left, right, right.dtype
+        self.positions, self.p, self.q = left.shape[1], left.shape[2], right.shape[2]
+
+    def factors(self, samples: slice) -> tuple[Tensor, Tensor]:
+        """Both of these samples, (samples × groups, positions, p or q)."""
+        return self.left[samples], self.right[samples]
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        left, right = self.left.flatten(0, 1), self.right.flatten(0, 1)
+        weights = weights.to(left.dtype).repeat_interleave(self.positions)[:, None]
+        return (left * weights).T @ right if self.p < self.q else left.T @ (right * weights)
+
+
+class Lookup(Outer):
+    """An embedding: `left` has the index of the one row that each position looks up."""
+
+    def __init__(self, ids: Tensor, right: Tensor, rows: int) -> None:
+        super().__init__(ids[:, :, None], right)
+        self.p = rows
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        scaled = self.right * weights.to(self.right.dtype)[:, None, None]
+        # Unlike index_add_, it sums in fp32 under bf16.
+        found: Tensor = torch.ops.aten.embedding_dense_backward(scaled, self.left[:, :, 0], self.p, -1, False)
+        return found
+
+
+class Convolution(Outer):
+    """A convolution's weight: positions of the output, and the patch of the input that each one sees."""
+
+    def __init__(self, x: Tensor, grad: Tensor, shape: torch.Size, settings: ConvolutionSettings) -> None:
+        self.x, self.grad, self.shape, self.settings = x, grad, shape, settings
+        self.groups, self.dtype = settings.groups, grad.dtype
+        self.positions = grad.shape[2:].numel()
+        self.p, self.q = shape[0] // self.groups, shape[1:].numel()
+
+    def factors(self, samples: slice) -> tuple[Tensor, Tensor]:
+        settings, sizes = self.settings, self.shape[2:]
+        x = torch.nn.functional.pad(
+            self.x[samples], [width for one in reversed(settings.padding) for width in (one, one)]
+        )
+        for at, size in enumerate(sizes):
+            reach = settings.dilation[at] * (size - 1) + 1
+            x = x.unfold(2 + at, reach, settings.stride[at])[..., :: settings.dilation[at]]
+        dims = len(sizes)  # x: (samples, channels, *positions, *patch)
+        patches = x.unflatten(1, (self.groups, -1)).movedim(2, 2 + dims)
+        right = patches.reshape(len(x) * self.groups, self.positions, self.q)
+        left = self.grad[samples].reshape(len(x) * self.groups, self.p, self.positions).mT
+        return left, right
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        settings, scale = self.settings, weights.to(self.grad.dtype)
+        scaled = self.grad * scale.view(-1, *[1] * (self.grad.dim() - 1))
+        weight = self.grad.new_empty(1).expand(self.shape)
+        spatial = len(self.shape) - 2
+        found: Tensor = torch.ops.aten.convolution_backward(
+            *(scaled, self.x, weight, None, settings.stride, settings.padding, settings.dilation),
+            *(False, [0] * spatial, self.groups, [False, True, False]),
+        )[1]
+        return found
+
+
+class ConvolutionSettings:
+    """Stride, padding and dilation of each spatial dimension, and the number of groups."""
+
+    def __init__(
+        self, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int
+    ) -> None:
+        self.stride, self.padding, self.dilation, self.groups = stride, padding, dilation, groups
+
+
+def squared_norms(uses: Sequence[Gradient], samples: int) -> Tensor:
+    """The squared norm of each sample's gradient of one parameter, over all its uses, in at least fp32."""
+    outer = [use for use in uses if isinstance(use, Outer)]
+    if len(outer) < len(uses):
+        sums = [use.per_sample for use in uses if isinstance(use, Sums)]
+        assert len(sums) == len(uses), "a parameter is used both in a product and elementwise"
+        return _squares(sum(sums[1:], start=sums[0]))
+    first = outer[0]
+    positions = sum(use.positions for use in outer)
+    ghost, direct = positions * (first.p + first.q), first.p * first.q
+    is_ghost = ghost <= direct or any(isinstance(use, Lookup) for use in outer)
+    each = first.groups * (positions**2 if is_ghost else direct)
+    norms = _ghost_norms if is_ghost else _norms_of_gradients
+    return torch.cat([norms(outer, part) for part in _parts(samples, each)])
+
+
+def _parts(samples: int, elements: int) -> Iterator[slice]:
+    at_once = max(1, _MOST_ELEMENTS // max(1, elements))
+    return (slice(begin, min(begin + at_once, samples)) for begin in range(0, samples, at_once))
+
+
+def _norms_of_gradients(uses: Sequence[Outer], part: slice) -> Tensor:
+    products = (left.mT @ right for left, right in (use.factors(part) for use in uses))
+    gradient = next(products)
+    for product in products:
+        gradient = gradient + product
+    return _squares(gradient.unflatten(0, (-1, uses[0].groups)))
+
+
+def _ghost_norms(uses: Sequence[Outer], part: slice) -> Tensor:
+    factors = [use.factors(part) for use in uses]
+    total = torch.zeros((), device=factors[0][1].device)
+    for at, (left, right) in enumerate(factors):
+        for other, (other_left, other_right) in enumerate(factors[: at + 1]):
+            common = torch.promote_types(right.dtype, other_right.dtype)  # they may differ under autocast
+            rights = right.to(common) @ other_right.to(common).mT
+            lefts = _left_gram(
+                left, other_left, isinstance(uses[at], Lookup), isinstance(uses[other], Lookup)
+            )
+            products = lefts.to(_at_least_fp32(rights)).mul_(rights)
+            squares = products.unflatten(0, (-1, uses[0].groups)).sum((1, 2, 3))
+            total = total + (squares if at == other else 2 * squares)
+    return total.clamp(min=0)
+
+
+def _left_gram(left: Tensor, other: Tensor, is_lookup: bool, is_other_lookup: bool) -> Tensor:
+    """(samples, positions, other positions); the rows of a lookup are one-hot."""
+    if is_lookup and is_other_lookup:
+        return left == other.mT
+    if is_lookup:
+        return other.gather(2, left.mT.expand(-1, other.shape[1], -1)).mT
+    if is_other_lookup:
+        return left.gather(2, other.mT.expand(-1, left.shape[1], -1))
+    return left @ other.mT
+
+
+def _squares(gradients: Tensor) -> Tensor:
+    dtype = _at_least_fp32(gradients)
+    norms: Tensor = torch.linalg.vector_norm(gradients.flatten(1), dim=1, dtype=dtype)
+    return norms.square()
+
+
+def _at_least_fp32(values: Tensor) -> torch.dtype:
+    return torch.promote_types(values.dtype, torch.float32)

@@ -1,0 +1,57 @@
+"""Two ranks on gloo take private steps; each writes its gradients. Arguments: rank, folder, ddp or fsdp2."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from networks import VOCAB, Network, losses_of
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from truemfu.private import PrivateOptimizer
+
+SEED = 12
+MICRO_BATCHES = ((3, 1), (2, 2))
+"""Samples of each rank, of two micro-batches."""
+
+
+def batch() -> torch.Tensor:
+    return torch.randint(VOCAB, (8, 5), generator=torch.Generator().manual_seed(0))
+
+
+def main(rank: int, folder: Path, parallel: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    model = Network(SEED)
+    if parallel == "ddp":
+        called: torch.nn.Module = torch.nn.parallel.DistributedDataParallel(model)
+    else:
+        mesh = init_device_mesh("cpu", (2,))
+        for part in model.parts:
+            fully_shard(part, mesh=mesh)
+        called = fully_shard(model, mesh=mesh)
+    for noise in (0.0, 1e4):
+        optimizer = torch.optim.SGD(called.parameters(), lr=0.0)
+        every = 1 if parallel == "ddp" else None
+        private = PrivateOptimizer(
+            called, optimizer, max_grad_norm=0.5, noise_multiplier=noise, check_every=every
+        )
+        torch.manual_seed(5)  # as scripts do: the same on every rank
+        for part, sizes in zip(batch().split([4, 4]), MICRO_BATCHES, strict=True):
+            private.backward(losses_of, part.split(sizes)[rank])
+        private.step()
+        found = {
+            name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+            for name, p in model.named_parameters()
+            if p.grad is not None
+        }
+        torch.save(found, folder / f"{noise:g}_{rank}.pt")
+        private.remove()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

@@ -1,0 +1,213 @@
+"""PrivateOptimizer: one draw of noise for a step, whatever it was summed from, and no step without it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from networks import VOCAB, WIDTH, Network, loop, losses_of, relative_error
+from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import GradSampleModuleFastGradientClipping
+from opacus.optimizers import DPOptimizerFastGradientClipping
+from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from truemfu.errors import ModelError, UsageError
+from truemfu.private import PrivateOptimizer
+
+
+def batch(samples: int = 4, length: int = 5, seed: int = 0) -> Tensor:
+    return torch.randint(VOCAB, (samples, length), generator=torch.Generator().manual_seed(seed))
+
+
+def made(model: nn.Module, **options: float | None) -> PrivateOptimizer:
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    settings = {"max_grad_norm": 0.5, "noise_multiplier": 0.0, **options}
+    return PrivateOptimizer(model, optimizer, **settings)  # type: ignore[arg-type]
+
+
+def gradients(private: PrivateOptimizer) -> dict[str, Tensor]:
+    return {
+        name: p.grad for name, p in private.model.named_parameters() if p.requires_grad and p.grad is not None
+    }
+
+
+def test_a_step_is_the_mean_of_the_clipped_gradients() -> None:
+    model, ids = Network(1).double(), batch()
+    expected = {name: value / 4 for name, value in loop(model, ids, 0.5).items()}
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    private = made(model)
+    loss = private.backward(losses_of, ids)
+    torch.testing.assert_close(loss, losses_of(model, ids).mean().detach())
+    assert not gradients(private)
+    private.step()
+    assert relative_error(gradients(private), expected) < 1e-10
+    change = {name: before[name] - p.detach() for name, p in model.named_parameters()}
+    assert relative_error(change, expected) < 1e-6
+
+
+def test_micro_batches_add_up_to_the_batch() -> None:
+    ids = batch(6)
+    found = []
+    for parts in (ids.split(6), ids.split(2), [ids[:1], ids[1:1], ids[1:]]):
+        private = made(Network(3).double())
+        for part in parts:
+            private.backward(losses_of, part)
+        private.step()
+        found.append(gradients(private))
+    assert relative_error(found[1], found[0]) < 1e-10
+    assert relative_error(found[2], found[0]) < 1e-10
+
+
+def test_noise_is_drawn_once_for_all_micro_batches_and_is_of_the_promised_size() -> None:
+    wide = nn.Sequential(nn.Embedding(VOCAB, 300), nn.Linear(300, 300), nn.Linear(300, VOCAB))
+    private = made(wide, max_grad_norm=1e-6, noise_multiplier=3e6)
+    for part in batch(8).split(2):
+        private.backward(losses_of, part)
+    private.step()
+    noise = torch.cat([value.flatten() for value in gradients(private).values()])
+    assert noise.std().item() == pytest.approx(3 / 8, rel=0.01)
+    assert abs(noise.mean().item()) < 0.01
+
+
+def test_it_divides_by_the_expected_batch_size() -> None:
+    model, ids = Network(4).double(), batch(3)
+    private = made(model, expected_batch_size=10)
+    private.backward(losses_of, ids)
+    expected = {name: value / 10 for name, value in loop(model, ids, 0.5).items()}
+    private.step()
+    assert relative_error(gradients(private), expected) < 1e-10
+
+
+def test_an_empty_batch_is_a_step_of_noise_alone() -> None:
+    model = Network(5)
+    private = made(model, noise_multiplier=1.0, expected_batch_size=4)
+    private.backward(losses_of, batch())
+    private.step()
+    assert private.backward(losses_of, batch(0)).isnan()
+    private.step()
+    noise = torch.cat([value.flatten() for value in gradients(private).values()])
+    assert noise.std().item() == pytest.approx(0.5 / 4, rel=0.15)
+
+
+def test_the_same_generator_gives_the_same_noise() -> None:
+    def once() -> dict[str, Tensor]:
+        private = made(Network(6), noise_multiplier=1.0, generator=torch.Generator().manual_seed(3))
+        private.backward(losses_of, batch())
+        private.step()
+        return gradients(private)
+
+    assert relative_error(once(), once()) == 0
+
+
+def test_secure_noise_is_of_the_same_size() -> None:
+    from truemfu.private.noise import add_noise
+
+    drawn = torch.zeros(300_000)
+    add_noise(drawn, 2.0, torch.Generator().manual_seed(0), secure=True)
+    assert drawn.std().item() == pytest.approx(2.0, rel=0.01)
+    plain = torch.zeros(300_000)
+    add_noise(plain, 2.0, torch.Generator().manual_seed(0), secure=False)
+    assert not torch.allclose(plain, drawn)
+
+
+def test_the_optimizers_own_step_is_private_too() -> None:
+    model = Network(7)
+    private = made(model, noise_multiplier=1e6)
+    private.backward(losses_of, batch())
+    private.optimizer.step()
+    assert min(value.std().item() for value in gradients(private).values() if value.numel() > 8) > 1e4
+
+
+def test_a_step_without_a_private_gradient_is_an_error() -> None:
+    model = Network(8)
+    private = made(model)
+    with pytest.raises(UsageError, match=r"needs backward\(losses_of, batch\)"):
+        private.optimizer.step()
+    private.backward(losses_of, batch())
+    losses_of(model, batch()).mean().backward()
+    with pytest.raises(ModelError, match=r"tokens\.weight has a gradient that is not private"):
+        private.step()
+
+
+def test_a_gradient_from_before_is_not_part_of_a_step() -> None:
+    model, ids = Network(9).double(), batch()
+    losses_of(model, ids).sum().backward()
+    private = made(model)
+    expected = {name: value / 4 for name, value in loop(model, ids, 0.5).items()}
+    private.backward(losses_of, ids)
+    private.step()
+    assert relative_error(gradients(private), expected) < 1e-10
+
+
+def test_an_optimizer_of_other_parameters_is_refused() -> None:
+    model = Network(10)
+    stale = torch.optim.SGD([p.detach().clone().requires_grad_() for p in model.parameters()], lr=1.0)
+    with pytest.raises(UsageError, match=r"does not have the trained parameter tokens\.weight"):
+        PrivateOptimizer(model, stale, max_grad_norm=1.0, noise_multiplier=1.0)
+    more = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(3, 2))], lr=1.0)
+    with pytest.raises(UsageError, match=r"a parameter of shape \(3, 2\) that the model does not have"):
+        PrivateOptimizer(model, more, max_grad_norm=1.0, noise_multiplier=1.0)
+
+
+def test_wrong_settings_are_one_line() -> None:
+    with pytest.raises(UsageError, match="max_grad_norm above 0"):
+        made(Network(0), max_grad_norm=0.0)
+    with pytest.raises(UsageError, match="torchcsprng, as in Opacus"):
+        made(Network(0), secure_mode=True)
+
+
+class Classifier(nn.Module):
+    """Small enough for Opacus: no shared positions, no module it has no rule for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.norm = nn.Embedding(VOCAB, WIDTH), nn.LayerNorm(WIDTH)
+        self.inner, self.head = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, 2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(F.gelu(self.inner(self.norm(self.tokens(ids)))).mean(1))
+
+
+def test_it_trains_as_opacus_does_with_the_same_noise() -> None:
+    """Whether a text has more words above the middle than below it: the same batches and noise."""
+    every = torch.randint(VOCAB, (512, 12), generator=torch.Generator().manual_seed(1))
+    labels = every.gt(VOCAB // 2).float().mean(1).gt(0.5).long()
+
+    def losses(model: nn.Module, part: dict[str, Tensor]) -> Tensor:
+        return F.cross_entropy(model(part["ids"]), part["labels"], reduction="none")
+
+    settings = {"max_grad_norm": 0.5, "noise_multiplier": 0.8}
+    curves = {}
+    for name in ("ours", "opacus", "opacus, other noise"):
+        model = Classifier()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        generator = torch.Generator().manual_seed(7 if name.endswith("noise") else 5)
+        if name == "ours":
+            private = PrivateOptimizer(model, optimizer, **settings, generator=generator)  # type: ignore[arg-type]
+        else:
+            wrapped = GradSampleModuleFastGradientClipping(
+                model, loss_reduction="mean", max_grad_norm=0.5, use_ghost_clipping=True
+            )
+            theirs = DPOptimizerFastGradientClipping(
+                optimizer, **settings, expected_batch_size=64, loss_reduction="mean", generator=generator
+            )
+        curve = []
+        for step in range(60):
+            rows = torch.arange(64 * step, 64 * (step + 1)) % 512
+            part = {"ids": every[rows], "labels": labels[rows]}
+            if name == "ours":
+                curve.append(private.backward(losses, part).item())
+                private.step()
+            else:
+                theirs.zero_grad()
+                found = losses(wrapped, part)
+                curve.append(found.mean().item())
+                DPTensorFastGradientClipping(wrapped, theirs, found, "mean").backward()
+                theirs.step()
+        curves[name] = torch.tensor(curve)
+    assert curves["ours"][-8:].mean() < 0.9 * curves["ours"][:8].mean()
+    own = (curves["ours"] - curves["opacus"]).abs().max()
+    spread = (curves["opacus, other noise"] - curves["opacus"]).abs().max()
+    print(f"\nlargest difference {own:.2e}, with other noise {spread:.2e}")
+    assert own < spread / 100
