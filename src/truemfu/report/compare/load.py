@@ -92,8 +92,9 @@ def _run(folder: Path) -> MeasuredRun:
     run = load_run(folder)
     record, series = run.record, series_of(run.rows)
     summary = None if record is None else record.summary
-    mark = "" if summary is None else estimate_mark(summary)
-    notes = [*run.notes, *([f"its MFU is{mark.replace('(', '').replace(')', '')}, not counted"] if mark else [])]
+    notes = list(run.notes)
+    if summary is not None and (mark := estimate_mark(summary)):
+        notes.append(f"its MFU is {mark.strip(' ()')}, not counted")
     return MeasuredRun(
         where=str(folder),
         series=series,
