@@ -88,8 +88,8 @@ class StepNote(NamedTuple):
     gap: Gap
     span: Span
     extras: StepExtras
-    passes: int = 0
-    """Equal for steps that started the same backward passes; 0 if none."""
+    passes: int | None = 0
+    """Equal for steps that started the same backward passes; 0 if none, None if unknown."""
 
     @property
     def position(self) -> StepPosition:

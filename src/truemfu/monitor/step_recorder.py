@@ -62,7 +62,7 @@ class EndedStep(NamedTuple):
 
     observed: ObservedStep | None
     nodes: int | None
-    passes: int
+    passes: int | None
 
 
 class OwnTime:

@@ -62,7 +62,7 @@ def test_figures_are_those_of_the_summary(run_folder: Path, change_run: Change) 
         fact(page, "FLOPs by")
         == "count of observed steps; a multiply-add is 2 FLOPs; attention counts all pairs"
     )
-    assert fact(page, "steps").startswith(f"{RUN_STEPS} logged; 3 of them warm-up")
+    assert fact(page, "steps").startswith(f"{RUN_STEPS} logged; 4 of them warm-up")
     assert "<title>Training run run</title>" in page
     assert "Nothing was lost, and there were no warnings." in page
     assert 'class="alert"' not in page

@@ -103,7 +103,7 @@ class KnownSteps:
         self._agreed = self._contradicted = 0
         """How many observations did the same work as the last one with the same batches and nodes."""
         self._alike: OrderedDict[Key, _Alike] = OrderedDict()
-        self._forms: dict[tuple[int, int | None, int], ObservedForm] = {}
+        self._forms: dict[tuple[int, int | None, int | None], ObservedForm] = {}
         self._has_whole = self._drops_parts = False
         self._problems: Counter[str] = Counter()
         self.number_counted = 0
@@ -205,8 +205,7 @@ class KnownSteps:
 
     def answer(self, note: StepNote) -> FlopCount | Unknown:
         """The FLOPs of a step as far as they are known now."""
-        key = key_of(note)
-        alike = self._alike.get(key)
+        alike = self._found(note)
         observed = note.extras.observed
         is_part = observed is not None and not observed.is_whole
         is_incomplete = is_part and (self._drops_parts or note.batches.missing is not None)
@@ -256,8 +255,16 @@ class KnownSteps:
 
     def work(self, note: StepNote) -> StepWork | None:
         """An observed step with the same batches, by shape."""
-        alike = self._alike.get(key_of(note))
+        alike = self._found(note)
         return None if alike is None else alike.work
+
+    def _found(self, note: StepNote) -> _Alike | None:
+        """Observed steps with the same batches; the newest ones where the backward passes are unknown."""
+        wanted = key_of(note)
+        if note.passes is not None:
+            return self._alike.get(wanted)
+        newest = reversed(self._alike.items())
+        return next((alike for key, alike in newest if (key[0], *key[2:]) == (wanted[0], *wanted[2:])), None)
 
     def _entry(self, key: Key) -> _Alike:
         found = self._alike.setdefault(key, _Alike())

@@ -23,7 +23,7 @@ _REGULAR_SHARE = _SHARE / 2
 _SHIFT, _SHIFT_STEPS = 0.15, 32
 _RECENT_COSTS, _MOST_KINDS = 8, 64
 _NEVER = 1 << 62
-_CHECKS = (3, 4, 6, 10, 16, 24, 40, 60, 100, 160, 240, 400)
+_CHECKS = (10, 24, 60, 100, 240, 400)
 """Steps that show whether equal batches mean equal work: ever fewer, and multiples of the usual periods of
 work that does not come with every step (a penalty, an auxiliary loss, a measurement of gradients)."""
 

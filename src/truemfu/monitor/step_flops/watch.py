@@ -35,10 +35,10 @@ from .plan import ObservationPlan
 _MOST_KINDS = 4096
 _now_s = time.perf_counter
 PROFILED = "steps were not observed while a profiler was active, which would record each operator twice"
-Kind = tuple[tuple[int, ...], int | None, int]
+Kind = tuple[tuple[int, ...], int | None, int | None]
 
 
-def kind_of(batches: StepBatches, nodes: int | None, passes: int) -> Kind:
+def kind_of(batches: StepBatches, nodes: int | None, passes: int | None) -> Kind:
     """Equal for steps with batches of the same shapes, as many nodes and the same backward passes."""
     return tuple([note.template.number for note in batches.notes]), nodes, passes
 
@@ -80,8 +80,8 @@ class StepNodes:
         self._before_pause: int | None = None
         self._resumed_at = self._in_pause = 0
         """The number of nodes at the end of the last pause, and how many were made in it."""
-        self.passes = 0
-        """A hash of the backward passes; 0 if there were none."""
+        self.passes: int | None = None
+        """A hash of the backward passes, 0 if there were none; None in a step whose begin was not seen."""
 
     def begin(self) -> None:
         """A step begins on this thread."""
@@ -96,7 +96,9 @@ class StepNodes:
 
     def backward_begins(self, numbers: Sequence[int], asked: Hashable) -> None:
         """A backward pass from these nodes begins on some thread; one inside another belongs to that."""
-        if threading.get_ident() == self._thread and self._before_pause is None and backward_number() == -1:
+        if self.passes is None or self._before_pause is not None:
+            return
+        if threading.get_ident() == self._thread and backward_number() == -1:
             now = next_sequence_nr()
             ages = [now - n - (self._in_pause if n < self._resumed_at else 0) for n in numbers]
             self.passes = hash((self.passes, *ages, asked))
