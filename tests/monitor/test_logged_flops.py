@@ -530,7 +530,7 @@ class DropsAll(KeepsItsDraw):
 def test_random_work_is_never_logged_as_zero(tmp_path: Path) -> None:
     run = train(DropsAll(), tmp_path, [5, 6, 7], lambda model, n: model(rows_of(n)))
     assert run.model_flops == [None] * 3
-    reason = "no matrix products, convolutions or attention were seen in it"
+    reason = "no matrix products, convolutions or attention were seen in the step"
     assert [row["perf/mfu_unknown"] for row in run.rows] == [reason] * 3
 
 

@@ -233,7 +233,7 @@ def test_an_estimate_never_takes_the_place_of_a_count(
     for row in rows_of(monitor, tmp_path):
         assert not any(name in row for name in ("perf/mfu", "perf/tflops_per_gpu", "perf/hfu"))
         assert row["perf/mfu_estimate"] * row["perf/step_time"] * 1e12 == pytest.approx(STEP)
-        assert row["perf/mfu_unknown"].startswith("no step with its batch shapes was observed")
+        assert row["perf/mfu_unknown"].startswith("no step with the same batch shapes was observed")
     assert "perf/mfu" not in monitor.last
 
 

@@ -92,7 +92,7 @@ def test_a_trainer_that_finished_nothing_does_not_take_the_comparison_from_the_o
     rows = {row.trainer: row for row in summary.trainers}
     assert rows[STANDARD].mean_peak_memory_common_bytes == 6 * GIB
     assert rows["mine:Odd"].mean_peak_memory_common_bytes is None
-    assert any("finished nothing" in note and "mine:Odd" in note for note in summary.notes)
+    assert any("finished no experiment" in note and "mine:Odd" in note for note in summary.notes)
 
 
 def test_ratios_are_taken_at_equal_points(matrix) -> None:

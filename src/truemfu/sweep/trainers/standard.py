@@ -63,7 +63,7 @@ def losses_by_sample(model: Any, batch: Mapping[str, Any]) -> Tensor:
     if not isinstance(logits, Tensor):
         raise ModelError(
             f"{type(model).__name__} returned {type(output).__name__} without logits: the sweep computes "
-            "each sample's loss from them"
+            "each sample's loss from logits"
         )
     labels = batch.get("labels")
     if labels is None:
