@@ -179,7 +179,7 @@ def test_a_step_between_contradicting_ones_is_unknown(thread: Thread, side: RowS
     between = thread.note(rows(), step=20)
     for step in (40, 41, 42):
         observe_at(thread, side, model, step, times=2)
-    assert "before and after it" in str(known(side, between))
+    assert "before and after this one" in str(known(side, between))
     assert known(side, thread.note(rows(), step=43)) == (flops(times=2), OBSERVED)
 
 

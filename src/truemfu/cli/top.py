@@ -49,7 +49,8 @@ _WHOLE_TRACE = 10**7
     type=float,
     default=1.0,
     show_default=True,
-    help=f"Seconds between updates; at least {_LEAST_S:g}, since the counters are updated every {GPM_LAG_S:g} s.",
+    help=f"Seconds between updates; at least {_LEAST_S:g}, since the counters are updated every "
+    f"{GPM_LAG_S:g} s.",
 )
 @click.option("--record", "record_to", type=FilePath(), metavar="FILE", help="Record all samples to a trace.")
 @click.option(
