@@ -653,7 +653,7 @@ def test_what_was_seen_in_the_backward_pass_alone_is_not_left_out_in_silence(tmp
 
     run = train(Mlp(), tmp_path, [50, 50], call)
     assert run.model_flops == [None, mlp_flops(5) + mlp_flops(50, input_gradient=True)]  # seen as a whole
-    assert "seen in the backward pass alone" in run.rows[0]["perf/mfu_unknown"]
+    assert "seen only in the backward pass" in run.rows[0]["perf/mfu_unknown"]
     assert not any("perf/samples_per_second" in row for row in run.rows)
 
 
