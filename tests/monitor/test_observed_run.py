@@ -161,7 +161,7 @@ def test_steps_logged_on_another_thread_leave_no_mode_behind(
         assert modes() == []
     for row in rows_of(monitor, tmp_path):
         assert flops(row) is None
-        assert "on another thread than" in row["perf/mfu_unknown"]
+        assert "on a different thread from" in row["perf/mfu_unknown"]
 
 
 @pytest.mark.parametrize("step", [1, 2, 4])

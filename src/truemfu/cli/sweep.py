@@ -147,7 +147,7 @@ _OF_CLUSTER = "job_"
     "job_max_jobs",
     type=int,
     metavar="N",
-    help="Most experiments on the cluster at a time.",
+    help="Maximum number of experiments on the cluster at a time.",
 )
 @click.option("--cancel", is_flag=True, help="Cancel the experiments of this folder on their cluster.")
 @click.option(
