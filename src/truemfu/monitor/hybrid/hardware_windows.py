@@ -165,7 +165,7 @@ class HardwareWindows:
             self._notice(f"the hardware counters cannot be read{any_more}: {self._why_unread()}")
 
     def _why_unread(self) -> str:
-        return self._watch.fault or "too few counter samples were read"
+        return self._watch.fault or "too little of the measuring window was read"
 
 
 class _RunWindows:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ...text import duration, number, printable, share, shortened, size
+from ...text import counted, duration, number, printable, share, shortened, size
 from ..drawing.markdown import markdown_tables, markdown_text
 from ..drawing.tables import Table, digits, measures, table_of, words
 from .compare import FASTER, SLOWER, UNCLEAR, ComparedFigure, Comparison, Pair, Unmatched
@@ -190,7 +190,7 @@ def _steps(pair: Pair) -> str:
     )
     return " ".join(
         f"{side}: {'1 run' if runs == 1 else f'{runs} runs'}, {steps:,} steps after warm-up, "
-        f"as informative as {independent:,.0f} independent steps."
+        f"as informative as {counted(round(independent), 'independent step')}."
         for side, runs, steps, independent in sides
     )
 
