@@ -274,7 +274,7 @@ def test_fp8_has_the_same_flops_and_another_peak(run: Run) -> None:
     assert plain["plan"]["peak_flops_per_s"] == pytest.approx(H100.peak("bf16"))
     assert fp8["plan"]["peak_flops_per_s"] == pytest.approx(H100.peak("fp8"))
     assert fp8["plan"]["mfu"] == pytest.approx(plain["plan"]["mfu"] * H100.peak("bf16") / H100.peak("fp8"))
-    assert "the peak is that of fp8" in run("count", *call, "--dtype", "float8_e4m3fn").out
+    assert "the peak is the fp8 peak" in run("count", *call, "--dtype", "float8_e4m3fn").out
 
 
 def test_an_mfu_above_the_peak_has_a_note(run: Run) -> None:

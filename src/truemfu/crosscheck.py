@@ -207,7 +207,7 @@ def _uncounted_kernels(check: CrossCheck, work: KnownWork) -> Iterator[Cause]:
 def _another_process(check: CrossCheck, work: KnownWork) -> Iterator[Cause]:
     if work.other_processes:
         pids = ", ".join(map(str, work.other_processes[:_NAMES_SHOWN]))
-        yield Cause(key="other_process", sentence=f"another process is on this GPU (process {pids})")
+        yield Cause(key="other_process", sentence=f"another process uses this GPU (process {pids})")
 
 
 def _few_channels(check: CrossCheck, work: KnownWork) -> Iterator[Cause]:
@@ -216,7 +216,7 @@ def _few_channels(check: CrossCheck, work: KnownWork) -> Iterator[Cause]:
     least, most = (counted * (times * read - 1) for times in FEW_CHANNELS_EXECUTED)
     if counted and check.explained_by(least, most):
         low, high = FEW_CHANNELS_EXECUTED
-        reads = f", and their activity reads {read:g} times that" if check.is_upper_bound else ""
+        reads = f", and activity counters read {read:g} times that" if check.is_upper_bound else ""
         yield Cause(
             key="few_channels",
             sentence=(
@@ -248,8 +248,9 @@ def _unaligned_products(check: CrossCheck, work: KnownWork) -> Iterator[Cause]:
         yield Cause(
             key="unaligned",
             sentence=(
-                f"products with a size that is not a multiple of 8 ({unaligned / check.counted_flops:.1%} "
-                "of the count) fall back to older instructions, whose activity reads twice what they execute"
+                "matrix products with a size that is not a multiple of 8 "
+                f"({unaligned / check.counted_flops:.1%} of the count) fall back to "
+                "older instructions, for which activity counters read twice the executed work"
             ),
             predicted_ratio=1 + unaligned / check.expected_flops,
         )
@@ -266,7 +267,7 @@ def _masked_attention(check: CrossCheck, work: KnownWork) -> Iterator[Cause]:
             key="masked_attention",
             sentence=(
                 f"causal attention kernels execute about {CAUSAL_SHARE} of the full attention that was "
-                f"counted (gives {predicted:.2f})"
+                f"counted (predicts {predicted:.2f})"
             ),
             predicted_ratio=predicted,
         )

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-COMPARED = "compared with the table of litgpt on 2026-11-18, or checked by their number of parameters"
+COMPARED = "they were compared with litgpt's table on 2026-11-18, or checked by the number of parameters"
 
 
 @dataclass(frozen=True, kw_only=True)

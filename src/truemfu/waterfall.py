@@ -234,12 +234,14 @@ def waterfall(inputs: WaterfallInputs) -> Waterfall | None:
     e = of_peak("executed FLOP/s", inputs.executed_flops_per_s)
     h = of_peak("hardware FLOP/s", inputs.hardware_flops_per_s)
     if h is not None and h < m * (1 - 1e-9):
-        known.notes.append("fewer FLOPs were counted as executed than as the model's: left out")
+        known.notes.append(
+            "fewer executed FLOPs than model FLOPs were counted: the executed FLOPs are left out"
+        )
         h = None
     s = of_peak("masked FLOP/s", inputs.masked_flops_per_s)
     tau = known.amount("tile factor", inputs.tile_factor)
     if tau is not None and tau < 1:
-        known.notes.append(f"a tile factor of {tau:g} is below 1: left out")
+        known.notes.append(f"a tile factor of {tau:g} is below 1: ignored")
         tau = None
     p = known.share("padding efficiency", inputs.padding_efficiency)
     c = known.share("time in collectives", inputs.collective_share)
@@ -278,7 +280,8 @@ def waterfall(inputs: WaterfallInputs) -> Waterfall | None:
         known.notes.append(_NOT_TIMED)
     elif c is not None:
         known.notes.append(
-            f"collectives ran {100 * c:.1f} % of the time by NCCL's timing, with other kernels or without"
+            f"collectives ran {100 * c:.1f} % of the time by NCCL's timing, "
+            "with or without other kernels at the same time"
         )
     reasons = _reasons(inputs.throttle or {})
     values = (g, b, t, e, tau, h, m, p)
@@ -334,7 +337,7 @@ class _Known:
             return None
         if math.isfinite(value) and value >= 0:
             return float(value)
-        self.notes.append(f"{what} was given as {value!r}: left out")
+        self.notes.append(f"{what} was given as {value!r}: ignored")
         return None
 
     def share(self, what: str, value: float | None) -> float | None:
@@ -342,7 +345,7 @@ class _Known:
         share = self.amount(what, value)
         if share is None or share <= 1 + _OVERSHOOT:
             return None if share is None else min(share, 1.0)
-        self.notes.append(f"{what} was given as {value!r}, which is above 1: left out")
+        self.notes.append(f"{what} was given as {value!r}, which is above 1: ignored")
         return None
 
 
@@ -438,7 +441,7 @@ def _without_tensor_work(
 
 _NOT_TIMED = (
     "communication between ranks is not separated from the time without tensor work: collectives were not "
-    "timed, which NCCL does with TORCH_NCCL_ENABLE_TIMING=1 and TORCH_NCCL_TRACE_BUFFER_SIZE=2000"
+    "timed; set TORCH_NCCL_ENABLE_TIMING=1 and TORCH_NCCL_TRACE_BUFFER_SIZE=2000 to time them"
 )
 
 
@@ -531,7 +534,10 @@ def _sentence(part: Part, fall: Waterfall) -> str:
         text += f", {100 * inner.share:.0f} of them {inner.name}"
     hint = _HINTS.get(inner.key) or _HINTS[part.key]
     if part.key == "no_tensor" and fall.world_size > 1:
-        return f"{text}: this includes communication between ranks without overlap; else {_HINTS[part.key]}."
+        return (
+            f"{text}: this includes communication between ranks without overlap; otherwise "
+            f"{_HINTS[part.key]}."
+        )
     memory = fall.dram_active_share
     if part.key == "no_tensor" and inner.key != "no_tensor_unfilled" and memory is not None and memory > 0.5:
         hint = f"memory is busy {100 * memory:.0f} % of the time; {hint}"

@@ -186,7 +186,7 @@ def test_attention_executes_a_fifth_product_in_backward() -> None:
     count = profile_step(lambda: F.scaled_dot_product_attention(q, q, q).sum().backward())
     product = 2 * (2 * 3) * 5 * 5 * 8
     assert parts(count) == (2 * product, 4 * product, product)
-    assert count.notes == ("all gradients of a fused attention kernel count as needed",)
+    assert count.notes == ("all gradients that a fused attention kernel computes are counted as needed",)
 
 
 def test_a_causal_kernel_counts_the_pairs_it_allows_if_asked() -> None:
@@ -287,8 +287,8 @@ def test_a_cold_compile_is_said_and_not_counted() -> None:
 
     cold, warm = profile_step(step), profile_step(step)
     assert parts(cold) == parts(warm) == (960, 960, 0)
-    assert any("what the compiler ran is left out" in note for note in cold.notes)
-    assert not any("what the compiler ran is left out" in note for note in warm.notes)
+    assert any("operators that the compiler ran are not counted" in note for note in cold.notes)
+    assert not any("operators that the compiler ran are not counted" in note for note in warm.notes)
     assert any("inside compiled code" in note for note in warm.notes)
 
 

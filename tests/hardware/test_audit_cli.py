@@ -27,8 +27,8 @@ ACTIVITY_ALONE = (
     "no matrix work: 36.74 M of 2.089 G active cycles of the tensor pipe"
 )
 ACTIVITY = (
-    f"{ACTIVITY_ALONE}; `monitoring.performance_monitoring.hybrid_mode.audit` "
-    "names the file of --json to correct for it"
+    f"{ACTIVITY_ALONE}; to correct for this, save the output of --json and set "
+    "`monitoring.performance_monitoring.hybrid_mode.audit` to that file"
 )
 WRITE = """
 import os, pathlib
@@ -96,8 +96,8 @@ def test_a_step_against_its_count(run: Run) -> None:
     assert row(result, "matmul")[1:] == "2.063 T 2.042 T 1.0104 2.063 T 1.0000".split()
     assert "executed: 2.101 TFLOP in 194 launches (bf16 2.101 T)" in lines
     assert lines[-2] == (
-        "agrees: the GPU executed 1.0000 times what the count expects, after overhanging tiles "
-        "(21.21 GFLOP more) and blocks of the mask (0.6250 of the attention counted); "
+        "agrees: the GPU executed 1.0000 times what the count expects, after tile padding "
+        "(21.21 GFLOP more) and skipped blocks of the mask (0.6250 of the counted attention is left); "
         "counted with recomputation 2.102 TFLOP"
     )
     assert lines[-1] == ACTIVITY
@@ -136,8 +136,8 @@ def test_kernels_below_their_rate_are_named(run: Run) -> None:
     result = run(*python("pass"), prints=OPERATORS)
     assert result.code == 0
     assert (
-        "below the usual rate: cutlass::Kernel2<cutlass_75_tensorop_bf16_s1688gemm_bf16_256x12… does 512 "
-        "FLOP per active cycle, kernels in bf16 do 1,024: activity counters read 2.00 times its work"
+        "below the usual rate: cutlass::Kernel2<cutlass_75_tensorop_bf16_s1688gemm_bf16_256x12… executes 512 "
+        "FLOP per active cycle, other kernels in bf16 1,024: activity counters read 2.00 times its work"
     ) in result.out.splitlines()
     assert (
         "executed over activity: 0.9307 (activity counters read 1.0745 times as much)"
@@ -347,7 +347,7 @@ def test_without_a_command_the_call_is_wrong(run: Run) -> None:
         (
             "",
             ("--from-start", "--kernel-name", "sgemm"),
-            "no kernel that --kernel-name sgemm names was launched by the command",
+            "no kernel that matches --kernel-name sgemm was launched by the command",
         ),
     ],
 )
@@ -378,7 +378,7 @@ def test_no_kernel_of_a_marked_step_is_of_that_name(run: Run) -> None:
     result = run("--kernel-name", "sgemm", *counting(), prints="==WARNING== No kernels\n")
     assert result.code == 1
     assert result.err.endswith(
-        "error: nothing was profiled; no kernel that --kernel-name sgemm names was launched "
+        "error: nothing was profiled; no kernel that matches --kernel-name sgemm was launched "
         "in the marked step\n"
     )
 

@@ -76,7 +76,7 @@ def test_what_else_is_in_the_file(file: Path) -> None:
                 is_a_step="true",
                 products='{"m": 1, "n": 1, "k": 1, "needed_flops": 2, "executed_flops": 1}',
             ),
-            "executed less than it needs",
+            "executed fewer FLOPs than it needs",
         ),
     ],
 )

@@ -58,7 +58,7 @@ def test_a_cpu_is_measured_in_fp32_and_bf16() -> None:
 def test_a_dtype_that_cannot_run_is_skipped_with_its_reason() -> None:
     fp4, fp64 = measure_ceiling("cpu", dtypes=["fp4", torch.float64], seconds=0.01)
     assert fp4 == MatmulCeiling(
-        dtype="fp4", device_name="cpu", skipped="torch has no plain fp4 product", notes=(NVIDIA_ONLY,)
+        dtype="fp4", device_name="cpu", skipped="torch has no plain fp4 matrix product", notes=(NVIDIA_ONLY,)
     )
     assert fp4.shape is fp4.burst_flops_per_s is fp4.sustained_flops_per_s is None
     assert fp64.skipped is None

@@ -94,7 +94,7 @@ def test_what_is_not_known_stays_none() -> None:
 @pytest.mark.parametrize("name", [*ACTIVITIES, "gpu_utilisation"])
 @pytest.mark.parametrize("value", [math.nan, 1.01, -0.01, math.inf])
 def test_a_share_that_is_none_is_nonsense(name: str, value: float) -> None:
-    with pytest.raises(CounterError, match=f"nonsense: {name}"):
+    with pytest.raises(CounterError, match=f"impossible value: {name}"):
         interval_of(sample(1.0), sample(2.0, **{name: value}), GPU)
 
 
@@ -105,7 +105,7 @@ def test_impossible_amounts_are_nonsense(name: str, value: float) -> None:
         (sample(1.0), sample(2.0, **{name: value})),
         (sample(1.0, **{name: value}), sample(2.0)),
     ):
-        with pytest.raises(CounterError, match="nonsense"):
+        with pytest.raises(CounterError, match="impossible value"):
             interval_of(before, after, GPU)
 
 

@@ -166,7 +166,10 @@ def test_nan_among_other_shares_is_nonsense_and_no_standstill() -> None:
     sampler = Sampler(source_of(nvml))
     for _ in range(2):
         sampler.poll()
-    assert sampler.health(0).fault == "the counters returned nonsense: dram_active of nan, not a share"
+    assert (
+        sampler.health(0).fault
+        == "the counters returned an impossible value: dram_active is nan, which is not a share"
+    )
     sampler.poll()
     assert (sampler.health(0).intervals, sampler.health(0).dropped) == (1, 1)
 

@@ -162,7 +162,11 @@ def test_json_keeps_its_keys_and_has_all_that_is_known(run: Run, monkeypatch: py
 
 @pytest.mark.parametrize(
     ("dtype", "words"),
-    [("fp4", "torch has no plain fp4 product"), ("bf17", "unknown dtype 'bf17'"), ("fp5", "unknown dtype")],
+    [
+        ("fp4", "torch has no plain fp4 matrix product"),
+        ("bf17", "unknown dtype 'bf17'"),
+        ("fp5", "unknown dtype"),
+    ],
 )
 def test_only_what_can_be_measured_is_offered(run: Run, dtype: str, words: str) -> None:
     result = run("peak", "--dtype", dtype)

@@ -153,9 +153,9 @@ def test_an_energy_counter_that_goes_backwards_is_a_fault_wherever_it_was_read_l
     [
         (raises(CounterError("GPU is lost")), "GPU is lost", 2),
         (raises(OSError("libnvidia-ml went away")), "unexpected OSError: libnvidia-ml went away", 2),
-        (lambda: good(3, tensor_active=math.nan), "tensor_active of nan", 1),
-        (lambda: good(3, tensor_active=1.2), "tensor_active of 1.2", 1),
-        (lambda: good(3, tensor_active=-0.1), "tensor_active of -0.1", 1),
+        (lambda: good(3, tensor_active=math.nan), "tensor_active is nan", 1),
+        (lambda: good(3, tensor_active=1.2), "tensor_active is 1.2", 1),
+        (lambda: good(3, tensor_active=-0.1), "tensor_active is -0.1", 1),
         (lambda: good(1), "time went backwards", 1),
     ],
 )

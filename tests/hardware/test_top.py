@@ -201,9 +201,9 @@ def test_once_tells_of_intervals_that_are_missing(capsys: pytest.CaptureFixture[
 def test_the_help_says_what_the_figures_rest_on(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("--help") == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "both are based on the clock that the driver requested" in text
-    assert "the actual one is 4 to 11 % lower in steady tensor work" in text
-    assert "some kernels without a product use the tensor pipe too" in text
+    assert "the clock is the one that the driver requested" in text
+    assert "the actual clock is 4 to 11 % lower in steady tensor work" in text
+    assert "some kernels without a matrix product use the tensor pipe too" in text
     assert "at least 0.25, since the counters are updated every 0.1 s" in text
 
 
@@ -225,7 +225,7 @@ def test_a_trace_is_not_recorded_over_itself(tmp_path: Path, capsys: pytest.Capt
     for name in (trace, link):
         assert call("--once", "--replay", str(trace), "--record", str(name)) == 2
         assert capsys.readouterr().err == (
-            f"error: --record would overwrite {trace}, which is replayed: give it another file\n"
+            f"error: --record would overwrite {trace}, which is being replayed: give --record another file\n"
         )
     assert trace.read_bytes() == MATMUL.read_bytes()
 
@@ -475,7 +475,8 @@ def test_a_port_that_is_taken_costs_no_old_trace(tmp_path: Path, capsys: pytest.
         port = taken.getsockname()[1]
         assert call("--replay", str(MATMUL), "--record", str(old), "--export", str(port)) == 2
     assert re.fullmatch(
-        rf"error: cannot serve on port {port}: .*; give another to --export\n", capsys.readouterr().err
+        rf"error: cannot serve on port {port}: .*; give --export another port or host\n",
+        capsys.readouterr().err,
     )
     assert old.read_text() == "precious"
 

@@ -269,7 +269,9 @@ def test_a_step_without_a_count_says_so(audit: AuditStep, path: Path) -> None:
     note = Thread().note({"input": torch.randn(ROWS, WIDTH)})
     marked(audit, note)
     audit.write(RowSide().flops, note)
-    assert (reason(path) or "").startswith("the marked step has no count: no step with its batch shapes was")
+    assert (reason(path) or "").startswith(
+        "the marked step has no count: no step with the same batch shapes was"
+    )
 
 
 def test_what_goes_wrong_in_the_count_goes_no_further(

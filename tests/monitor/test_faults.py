@@ -267,7 +267,7 @@ def test_a_step_of_too_many_micro_batches_tells_no_rate(
     assert flops_of(rows[1]) == 5 * flops(16)  # it was observed as a whole
     for row in (rows[0], rows[2]):
         assert "perf/mfu" not in row
-        assert row["perf/mfu_unknown"].startswith("it has too many micro-batches")
+        assert row["perf/mfu_unknown"].startswith("the step has too many micro-batches")
 
 
 def test_a_lazy_model_is_counted_from_its_first_step(tmp_path: Path) -> None:
@@ -346,7 +346,7 @@ def test_flops_that_cannot_be_worked_out_cost_no_row(tmp_path: Path, monkeypatch
     model = Tokens()
     rows = trained(tmp_path, model, [lambda: model(ids())] * 3)
     assert [row["training/loss"] for row in rows] == [1.0] * 3
-    reason = "its FLOPs could not be computed: RuntimeError: no such luck"
+    reason = "the step's FLOPs could not be computed: RuntimeError: no such luck"
     assert [row["perf/mfu_unknown"] for row in rows] == [reason] * 3
 
 

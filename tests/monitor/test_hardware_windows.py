@@ -241,7 +241,7 @@ def test_silent_activity_is_no_window_and_leaves_no_stale_ratio(
 
 def test_a_run_without_a_window_says_why(windows: HardwareWindows, watch: Watch, said: list[str]) -> None:
     assert windows._why_nothing() == (
-        "hybrid mode: the counters measured nothing, which needs 12 seconds of steps without a pause, a "
+        "hybrid mode: the counters measured nothing: they need 12 seconds of steps without a pause, a "
         "compilation or an observed step"
     )
     watch.answer = None

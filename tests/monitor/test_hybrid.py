@@ -279,7 +279,7 @@ def test_a_disagreement_is_said_once_with_a_likely_cause(
     quietly(monitor.close)
     (said,) = [text for text in warned(monitor) if "times what the count expects" in text]
     assert said.startswith("hybrid mode: the GPU executed at most ")
-    assert "another process is on this GPU (process 1)" in said
+    assert "another process uses this GPU (process 1)" in said
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ from truemfu.monitor.step_flops.source import ESTIMATE, GIVEN, StepFlops, Unknow
 from truemfu.monitor.step_note import StepExtras, StepNote
 
 WIDTH = 8
-OTHER_OPERATORS = "it ran other operators than the observed steps with the same batches"
+OTHER_OPERATORS = "the step ran other operators than the observed steps with the same batches"
 NOT_REPEATED = "no observation was repeated, so equal batches may not mean equal work"
-VARIES = "observed steps with the same batches did different work, so only observed ones are known"
+VARIES = "observed steps with the same batches did different work, so only observed steps have known FLOPs"
 
 
 class Repeated(nn.Module):
@@ -115,7 +115,7 @@ def test_batches_of_another_kind_are_unknown(
     side.known.take(thread.observe(model, rows(4)))
     reason = known(side, thread.note(*batches))
     assert isinstance(reason, str)
-    assert reason.startswith("no step with its batch shapes was observed")
+    assert reason.startswith("no step with the same batch shapes was observed")
 
 
 def test_another_state_of_the_modules_is_unknown(thread: Thread, side: RowSide, model: Repeated) -> None:
@@ -179,7 +179,7 @@ def test_a_step_between_contradicting_ones_is_unknown(thread: Thread, side: RowS
     between = thread.note(rows(), step=20)
     for step in (40, 41, 42):
         observe_at(thread, side, model, step, times=2)
-    assert "before and after it" in str(known(side, between))
+    assert "before and after this one" in str(known(side, between))
     assert known(side, thread.note(rows(), step=43)) == (flops(times=2), OBSERVED)
 
 
@@ -311,7 +311,7 @@ def test_a_form_that_an_observation_contradicts_is_a_warning(
     model.times = 2
     side.known.take(thread.observe(model, rows(16), nodes=7))
     (said,) = side.said
-    assert said.startswith("steps before step 7 whose FLOPs came from a closed form may be wrong")
+    assert said.startswith("FLOPs from a closed form may be wrong in steps before step 7")
     assert isinstance(known(side, thread.note(rows(18))), str)
 
 
@@ -332,7 +332,7 @@ def test_an_estimate_is_apart_from_unknown_flops(thread: Thread, model: Repeated
     side = RowSide(nn.Linear(WIDTH, WIDTH, bias=False))
     found = side.flops.of(thread.note({"input": torch.randn(4, WIDTH)}))
     assert isinstance(found, UnknownFlops)
-    assert found.reason.startswith("no step with its batch shapes was observed")
+    assert found.reason.startswith("no step with the same batch shapes was observed")
     assert found.estimate is not None
     assert (found.estimate.method, found.estimate.model_flops) == (ESTIMATE, flops())
 
@@ -349,7 +349,7 @@ def test_a_step_without_products_is_unknown_and_not_zero(thread: Thread, side: R
     note = thread.observe(lambda x: x * weight, rows())
     side.flops.learn(note)
     assert side.flops.of(note) == UnknownFlops(
-        reason="no matrix products, convolutions or attention were seen in it", estimate=None
+        reason="no matrix products, convolutions or attention were seen in the step", estimate=None
     )
 
 

@@ -530,7 +530,7 @@ class DropsAll(KeepsItsDraw):
 def test_random_work_is_never_logged_as_zero(tmp_path: Path) -> None:
     run = train(DropsAll(), tmp_path, [5, 6, 7], lambda model, n: model(rows_of(n)))
     assert run.model_flops == [None] * 3
-    reason = "no matrix products, convolutions or attention were seen in it"
+    reason = "no matrix products, convolutions or attention were seen in the step"
     assert [row["perf/mfu_unknown"] for row in run.rows] == [reason] * 3
 
 
@@ -653,7 +653,7 @@ def test_what_was_seen_in_the_backward_pass_alone_is_not_left_out_in_silence(tmp
 
     run = train(Mlp(), tmp_path, [50, 50], call)
     assert run.model_flops == [None, mlp_flops(5) + mlp_flops(50, input_gradient=True)]  # seen as a whole
-    assert "seen in the backward pass alone" in run.rows[0]["perf/mfu_unknown"]
+    assert "seen only in the backward pass" in run.rows[0]["perf/mfu_unknown"]
     assert not any("perf/samples_per_second" in row for row in run.rows)
 
 

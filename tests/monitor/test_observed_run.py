@@ -155,7 +155,7 @@ def test_steps_logged_on_another_thread_leave_no_mode_behind(
         assert modes() == []
     for row in rows_of(monitor, tmp_path):
         assert flops(row) is None
-        assert "on another thread than" in row["perf/mfu_unknown"]
+        assert "on a different thread from" in row["perf/mfu_unknown"]
 
 
 @pytest.mark.parametrize("step", [1, 2, 4])
@@ -227,7 +227,7 @@ def test_an_estimate_never_takes_the_place_of_a_count(
     for row in rows_of(monitor, tmp_path):
         assert not any(name in row for name in ("perf/mfu", "perf/tflops_per_gpu", "perf/hfu"))
         assert row["perf/mfu_estimate"] * row["perf/step_time"] * 1e12 == pytest.approx(STEP)
-        assert row["perf/mfu_unknown"].startswith("no step with its batch shapes was observed")
+        assert row["perf/mfu_unknown"].startswith("no step with the same batch shapes was observed")
     assert "perf/mfu" not in monitor.last
 
 

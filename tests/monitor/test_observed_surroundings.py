@@ -89,7 +89,9 @@ def test_steps_logged_by_another_thread_are_unknown(tmp_path: Path) -> None:
             assert len(modes()) <= (step == 1)
     monitor.close()
     assert set(known(tmp_path)) == {None}
-    assert reasons(tmp_path) == {"its forward pass began on another thread than the one that calls log_step"}
+    assert reasons(tmp_path) == {
+        "the step's forward pass began on a different thread from the one that calls log_step"
+    }
 
 
 class Modes(Dataset[int]):

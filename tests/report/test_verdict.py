@@ -78,7 +78,7 @@ def test_what_a_sweep_cannot_say_has_a_reason(
     text, unknown = of_sweep(results, write_sweep)
     assert unknown == {
         "the fastest trainer": "no two trainers finished the same point",
-        "the cost of privacy with DPSGDTrainer": "it and StandardTrainer finished no common point",
+        "the cost of privacy with DPSGDTrainer": "DPSGDTrainer and StandardTrainer finished no common point",
         "MFU": "no peak is known for this device: set TRUEMFU_PEAK_TFLOPS",
     }
     assert text == "Every experiment finished; nothing ran out of memory."
@@ -218,5 +218,5 @@ def test_an_mfu_that_is_partly_estimated_is_marked_wherever_it_is_shown(
     row = side_by_side.split('<td class="left">MFU, median</td>')[1].split("</tr>")[0]
     assert row.count("(partly estimated)") == 2
     assert re.search(
-        r"The same median MFU in all runs that have one: \S+ % \(partly estimated\)", side_by_side
+        r"The median MFU is the same in all runs that have one: \S+ % \(partly estimated\)", side_by_side
     )

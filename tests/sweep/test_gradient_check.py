@@ -439,7 +439,7 @@ def test_batch_normalisation_trains_plainly_but_has_no_gradient_per_sample(facto
     check = check_of(load_trainer("StandardTrainer"), f"{factories}:pictures")
     assert check.passed
     assert check.batch_size == 2  # three would be as many as channels
-    with pytest.raises(Unsupported, match="because its loss alone differs from its loss in the batch"):
+    with pytest.raises(Unsupported, match="because a sample's loss alone differs from its loss in the batch"):
         check_of(load_trainer("DPSGDTrainer"), f"{factories}:pictures")
 
 

@@ -141,7 +141,7 @@ def test_a_killed_driver_loses_what_ran_and_the_rest_is_run_by_the_next_call(
     os.kill(int((jobs / "keeper.lock").read_text()), 9)
     found, _ = results(root, sweep_of(**settings))
     assert (found["Waits"].end, found["Nothing"].end) == (Status.LOST, Status.OK)
-    assert "Ray: the driver of its tasks has ended" in (found["Waits"].message or "")
+    assert "Ray: the driver of the Ray tasks has ended" in (found["Waits"].message or "")
     check_ran_once(tmp_path, what)
     check_nothing_is_left(root, tmp_path)
 

@@ -322,7 +322,7 @@ def test_an_experiment_left_by_a_killed_supervisor_and_not_run_again_is_lost(
         small(trainers=["StandardTrainer"], batch_sizes=[2]), tmp_path, listener=Recorder(), command=leave
     )
     lost = read_record(folder.result(left), CaseResult)
-    assert (lost.end, lost.message) == (Status.LOST, "its supervisor ended before it finished")
+    assert (lost.end, lost.message) == (Status.LOST, "the sweep ended before the experiment finished")
     assert (lost.phase, lost.memory) == (Phase.TIMED, Memory(process_bytes=1 << 30))
     assert lost.log_tail == ["its last line"]
     assert last_line(folder.log(left))["end"] == "lost"

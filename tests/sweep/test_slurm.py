@@ -249,7 +249,7 @@ def test_ctrl_c_without_a_terminal_leaves_the_jobs_and_cancel_ends_them(tmp_path
     first.send_signal(signal.SIGINT)
     said = first.communicate()[1]
     assert first.returncode == 130
-    assert f"truemfu sweep --output {root} waits for them" in said
+    assert f"to wait for them: truemfu sweep --output {root}" in said
     assert f"cancel them: truemfu sweep --output {root} --cancel" in said
     job = job_of(root)
     assert slurm("squeue", "-h", "-j", job, "-o", "%T").strip() == "RUNNING"
@@ -281,7 +281,7 @@ def test_what_slurm_refuses_is_one_line_and_submits_nothing(
     # Other tests submit jobs meanwhile; those of this one would carry its comment.
     options = [f"--comment={tmp_path}", *cluster.pop("sbatch_options", [])]
     settings = {"gpus": 0, **cluster, "sbatch_options": options}
-    with pytest.raises(UsageError, match="Slurm refuses such jobs") as refused:
+    with pytest.raises(UsageError, match="Slurm rejects a test job with these options") as refused:
         results(tmp_path / "out", sweep_of(["Nothing"], launcher="slurm", cluster=settings))
     assert words in str(refused.value)
     assert not (tmp_path / "out").exists()

@@ -392,7 +392,7 @@ def test_a_result_that_cannot_be_sent_is_written_to_no_other_file(tmp_path: Path
     assert (tmp_path / "answer").read_text() == ""
     assert done.log.splitlines()[-2:] == [
         "ValueError: all closed",
-        "the result cannot be sent: the trainer has closed every descriptor",
+        "the result cannot be sent: the trainer has closed every file descriptor",
     ]
 
 

@@ -271,7 +271,7 @@ def test_rows_that_meet_a_full_disk_are_written_when_it_has_room_again(small_dis
     assert steps(path) == list(range(1, 401))
     assert lane.lost_rows == 0
     assert len(said) == 1
-    assert "cannot write now, its rows are kept for later: OSError: [Errno 28]" in said[0]
+    assert "cannot write now; its rows are kept for later: OSError: [Errno 28]" in said[0]
 
 
 def test_rows_that_no_disk_ever_takes_are_counted(small_disk: Path) -> None:

@@ -144,7 +144,8 @@ def test_a_full_lane_drops_its_oldest_rows_counts_them_and_says_so_once() -> Non
     assert tracker.steps == [0, *range(16, 26)]
     assert lane.lost_rows == 15
     assert notices == [
-        "tracker mine cannot keep up: 10 rows wait for it, the oldest are dropped; the local log has them"
+        "tracker mine cannot keep up: 10 rows are waiting, and the oldest are dropped; "
+        "the local log has all rows"
     ]
 
 

@@ -160,7 +160,8 @@ def test_a_port_in_use_is_said_with_what_to_do() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(
-            OSError, match=rf"port {port}: Address already in use; pass PrometheusTracker\(port="
+            OSError,
+            match=rf"port {port}: Address already in use; pass another port to PrometheusTracker\(port=",
         ):
             PrometheusTracker(port=port, address="127.0.0.1").start({})
 

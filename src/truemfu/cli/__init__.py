@@ -62,9 +62,9 @@ def cli(context: click.Context) -> None:
     Any training, without a line of code:
         truemfu run train.py --epochs 3            also torchrun, accelerate, srun: truemfu run -- torchrun …
         truemfu status                             the runs in this folder, running or ended
-        truemfu report DIR -o report.html          an HTML report of one
+        truemfu report DIR -o report.html          an HTML report of a run
     \b
-    The work of one training step, exact, without a GPU and without weights:
+    The FLOPs of one training step, exact, without a GPU and without weights:
         truemfu count 1b --batch 4 --seq 512
         truemfu count path/to/config.json --batch 1 --seq 8192
         truemfu count mypackage.models:build --json
@@ -75,7 +75,7 @@ def cli(context: click.Context) -> None:
         truemfu top            every GPU, live: what its tensor cores execute
         truemfu audit          one step under Nsight Compute, against the count
     \b
-    Then what training on it reaches, standard and differentially private:
+    Then what training reaches on this hardware, standard and differentially private:
         truemfu sweep --mode test                  every trainer once, under a minute
         truemfu sweep                              the matrix; each experiment in its own process
         truemfu summarize out/sweep                success, memory, slow-down, MFU and HFU

@@ -46,16 +46,14 @@ _STDERR = 2
 @click.option(
     "--keep-running", is_flag=True, help="Let the command continue after its marked step is counted."
 )
-@click.option("--launch-skip", type=click.IntRange(min=0), default=0, help="Launches to skip first.")
+@click.option("--launch-skip", type=click.IntRange(min=0), default=0, help="Skip this many launches first.")
 @click.option(
     "--launch-count",
     type=click.IntRange(min=1),
     help=f"Stop after this many launches.  [default: all of the step; {_COUNT_FROM_START} with --from-start]",
 )
 @click.option("--kernel-name", help="Only kernels of this name, or regex:EXPRESSION.")
-@click.option(
-    "--metrics", default="", help="Further ncu metrics, comma-separated; they only appear in --record."
-)
+@click.option("--metrics", default="", help="More ncu metrics, comma-separated; only written to --record.")
 @click.option(
     "--record",
     "save",
@@ -245,7 +243,7 @@ def _failed(text: str, code: int) -> str:
 
 def _unmatched(count: StepCount | None, from_start: bool, launch_skip: int, kernel_name: str | None) -> str:
     """Why no launch was profiled although nothing failed."""
-    called = "" if kernel_name is None else f" that --kernel-name {kernel_name} names"
+    called = "" if kernel_name is None else f" that matches --kernel-name {kernel_name}"
     skipped = f" after the first {launch_skip}" if launch_skip else ""
     where = "by the command" if from_start else "in the marked step"
     launched = f"no kernel{called} was launched {where}{skipped}"

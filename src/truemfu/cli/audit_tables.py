@@ -17,8 +17,8 @@ _WIDEST_NAME, _NARROWEST_NAME = 64, 16
 _WRAPPERS = re.compile(r"^at::(?:\w+_)?elementwise_kernel<(?:\d+, )*(?:void at::gpu_kernel_impl\w*<)?")
 _REPEATED = re.compile(r"(\b[\w:]+, )\1+")
 _ALL_KNOWN, _SOME_UNKNOWN = 0.01, 0.05
-_CYCLES = "cycles in which the tensor pipe of a sub-core is active; other: without matrix work"
-_EXPECTED = "expected: the count with recomputation, overhanging tiles and skipped blocks of masks"
+_CYCLES = "cycles in which the tensor pipe of a sub-core is active; other cycles: active without matrix work"
+_EXPECTED = "expected: the count with recomputation, tile padding and without masked blocks that kernels skip"
 _AUDIT_KEY = "monitoring.performance_monitoring.hybrid_mode.audit"
 
 
@@ -150,13 +150,13 @@ def _verdict(result: Audit, check: CrossCheck | None) -> str | None:
         )
     effects = []
     if result.tile_flops:
-        effects.append(f"overhanging tiles ({_flop(result.tile_flops)} more)")
+        effects.append(f"tile padding ({_flop(result.tile_flops)} more)")
     if count is not None and count.attention_flops != count.attention_blocked_flops:
         share = (count.attention_blocked_flops or 0) / (count.attention_flops or 1)
-        effects.append(f"blocks of the mask ({share:.4f} of the attention counted)")
+        effects.append(f"skipped blocks of the mask ({share:.4f} of the counted attention is left)")
     after = f", after {' and '.join(effects)}" if effects else ""
     if result.unmatched_flops:
-        after += f"; products of unknown shape: {_flop(result.unmatched_flops)}"
+        after += f"; matrix products of unknown shape: {_flop(result.unmatched_flops)}"
     return (
         f"agrees: the GPU executed {check.ratio:.4f} times what the count expects"
         f"{after}; counted with recomputation {_flop(check.counted_flops)}"
@@ -168,8 +168,8 @@ def _slow(kernel: KernelWork) -> str:
     assert rate is not None
     assert usual is not None
     return (
-        f"below the usual rate: {_short_name(kernel.name)} does {rate:,.0f} FLOP per active cycle, "
-        f"kernels in {' and '.join(kernel.dtypes)} do {usual:,.0f}: activity counters read "
+        f"below the usual rate: {_short_name(kernel.name)} executes {rate:,.0f} FLOP per active cycle, "
+        f"other kernels in {' and '.join(kernel.dtypes)} {usual:,.0f}: activity counters read "
         f"{usual / rate:.2f} times its work"
     )
 
@@ -185,7 +185,11 @@ def _activity(result: Audit, is_a_step: bool) -> str | None:
     text = (
         f"executed over activity: {ratio:.4f} (activity counters read {1 / ratio:.4f} times as much); {text}"
     )
-    return f"{text}; `{_AUDIT_KEY}` names the file of --json to correct for it" if is_a_step else text
+    return (
+        f"{text}; to correct for this, save the output of --json and set `{_AUDIT_KEY}` to that file"
+        if is_a_step
+        else text
+    )
 
 
 def _short_name(name: str, width: int = _WIDEST_NAME) -> str:

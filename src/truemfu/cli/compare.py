@@ -35,11 +35,11 @@ _WIDTH = 80
 def _fraction(context: click.Context, param: click.Parameter, value: float | None) -> float | None:
     """Per cent as a fraction."""
     if value is not None and not math.isfinite(value):
-        raise click.BadParameter(f"{value} is not a number of per cent", context, param)
+        raise click.BadParameter(f"{value} is not a percentage", context, param)
     return None if value is None else value / 100
 
 
-@click.command(short_help="Whether B is slower than A: runs or sweeps, with confidence intervals.")
+@click.command(short_help="Show whether B is slower than A (runs or sweeps), with confidence intervals.")
 @click.argument("a", type=FilePath())
 @click.argument("b", type=FilePath())
 @click.option(
@@ -47,12 +47,12 @@ def _fraction(context: click.Context, param: click.Parameter, value: float | Non
     type=click.FloatRange(min=0),
     callback=_fraction,
     metavar="PERCENT",
-    help="Exit with 1 if B is shown to be slower, by more than this.",
+    help="Exit with 1 if B is shown to be slower by more than this.",
 )
 @click.option(
     "--fail-if-unsure",
     is_flag=True,
-    help="Exit with 3 if the data cannot show a slow-down by --max-regression.",
+    help="Exit with 3 if the data could not show a slow-down of --max-regression.",
 )
 @click.option(
     "--run-to-run",
@@ -60,7 +60,7 @@ def _fraction(context: click.Context, param: click.Parameter, value: float | Non
     callback=_fraction,
     show_default="1, on a CPU 1.5",
     metavar="PERCENT",
-    help="Assumed standard deviation between equal runs; unused with four runs or more in all.",
+    help="Assumed standard deviation between equal runs; not used with four or more runs in total.",
 )
 @click.option(
     "--output",
@@ -85,8 +85,8 @@ def compare(
     """Compare B with A: step time, throughput, MFU and peak memory, as ratios with confidence intervals.
 
     A and B are folders: a run (of TrainingMonitor or `truemfu run`), several runs of the same training, or a
-    sweep, whose experiments are matched by name. Steps after warm-up count. The intervals respect that
-    consecutive steps are alike, so noise is not reported as a difference.
+    sweep, whose experiments are matched by name. Only steps after warm-up are compared. The intervals
+    account for the correlation of consecutive steps, so noise is not reported as a difference.
 
     \b
     Examples
@@ -100,7 +100,7 @@ def compare(
         0   compared; no slow-down beyond --max-regression was shown
         1   B is slower beyond --max-regression, or an experiment of A failed in B
         2   not comparable (another device, dtype, model, batch or convention), or too few steps
-        3   with --fail-if-unsure: cannot tell, the data is too noisy or too little for --max-regression
+        3   with --fail-if-unsure: the data is too noisy or too little to decide about --max-regression
     """
     from ..report.compare.compare import compare as compare_sides
     from ..report.compare.load import load_side
@@ -108,7 +108,9 @@ def compare(
     from ..report.folder import refuse_input
 
     if fail_if_unsure and max_regression is None:
-        raise UsageError("--fail-if-unsure needs --max-regression, the slow-down that must be found")
+        raise UsageError(
+            "--fail-if-unsure needs --max-regression too: the slow-down that the data must be able to show"
+        )
     check_suffix(output_path, _SUFFIXES)
     sides = load_side(a), load_side(b)
     found = compare_sides(*sides, max_regression=max_regression, run_to_run=run_to_run)

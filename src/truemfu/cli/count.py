@@ -51,7 +51,7 @@ def _list_models(context: click.Context, parameter: click.Parameter, is_wanted: 
     for model in known_models():
         names.add_row(model.name, " ".join(model.also), model.hub, f"{model.parameters:,}")
     output().print(names)
-    say(f"Numbers from each model's config.json on huggingface.co; {COMPARED}.")
+    say(f"Sizes come from each model's config.json on huggingface.co; {COMPARED}.")
     context.exit()
 
 
@@ -63,7 +63,7 @@ def _list_models(context: click.Context, parameter: click.Parameter, is_wanted: 
 @click.option("--seq", "length", type=int, help="Tokens per sample.  [default: 512, or the model's limit]")
 @click.option(
     "--dtype",
-    help="fp64, fp32, fp16, bf16, or fp8 (the FLOPs of bf16 against the fp8 peak)."
+    help="fp64, fp32, fp16, bf16, or fp8 (FLOPs as in bf16, relative to the fp8 peak)."
     "  [default: bf16; a factory's model is not changed]",
 )
 @click.option(
@@ -71,12 +71,13 @@ def _list_models(context: click.Context, parameter: click.Parameter, is_wanted: 
     type=click.Choice(get_args(Attention)),
     default="full",
     show_default=True,
-    help="Count all pairs of query and key, or those the mask allows.",
+    help="Count all query-key pairs, or only those the mask allows.",
 )
 @click.option(
     "--attn-implementation",
     type=click.Choice(["sdpa", "eager", "flex_attention"]),
-    help="The attention of a Hugging Face model; the FLOPs are the same.  [default: the model's own]",
+    help="Attention implementation of a Hugging Face model; does not change the FLOPs.  "
+    "[default: the model's own]",
 )
 @click.option(
     "--lora",
@@ -86,15 +87,19 @@ def _list_models(context: click.Context, parameter: click.Parameter, is_wanted: 
 @click.option("--checkpointing", is_flag=True, help="Recompute activations in the backward pass.")
 @click.option("--no-backward", is_flag=True, help="Only the forward pass.")
 @click.option("--images", type=int, default=1, show_default=True, help="Images per sample; 0: text only.")
-@click.option("--image-size", type=int, help="Edge of an image in pixels.  [default: the model's own]")
-@click.option("--depth", type=int, default=3, show_default=True, help="Levels of the table by module.")
+@click.option(
+    "--image-size", type=int, help="Width and height of an image in pixels.  [default: the model's own]"
+)
+@click.option("--depth", type=int, default=3, show_default=True, help="Module levels shown in the table.")
 @click.option(
     "--device",
     shell_complete=device_keys,
-    help="The GPU whose peak counts: H100, 4090, cuda.  [default: this machine's]",
+    help="The GPU whose peak is used for MFU: H100, 4090, cuda.  [default: this machine's]",
 )
-@click.option("--gpus", type=int, default=1, show_default=True, help="How many of them train the model.")
-@click.option("--tokens-per-second", type=Amount(example="6900"), help="Of all GPUs together: gives the MFU.")
+@click.option("--gpus", type=int, default=1, show_default=True, help="Number of GPUs that train the model.")
+@click.option(
+    "--tokens-per-second", type=Amount(example="6900"), help="Throughput of all GPUs together: gives the MFU."
+)
 @click.option("--mfu", type=Amount(most=1.0, example="0.4"), help="An MFU to plan with, from 0 to 1.")
 @click.option(
     "--tokens", type=Amount(), help="Tokens to train on, such as 15e12 or 15T: gives days and cost."

@@ -30,7 +30,7 @@ _COLUMNS = (
 _MEASURED_DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "int8")
 
 
-@click.command(short_help="Datasheet peaks, and the row this machine matches.")
+@click.command(short_help="List datasheet peaks, and the row this machine matches.")
 @click.argument("name", nargs=-1, shell_complete=device_keys)
 @json_option
 @debug_option
@@ -73,7 +73,7 @@ def devices(name: tuple[str, ...], as_json: bool) -> None:
         console.print(f"TRUEMFU_PEAK_TFLOPS overrides the table: {override / 1e12:g} TFLOP/s")
 
 
-@click.command(short_help="The matmul rate this device reaches right now.")
+@click.command(short_help="Measure the matmul rate this device reaches right now.")
 @click.option(
     "--dtype",
     "dtypes",
@@ -88,9 +88,9 @@ def peak(dtypes: tuple[str, ...], seconds: float | None, as_json: bool) -> int:
     """The matmul rate this device reaches now, in a burst and sustained, compared with its datasheet.
 
     A burst is the rate before the power limit takes effect; sustained is what a long run can reach. Each is
-    the best of a few shapes, and the two may differ. The share of the datasheet's peak is a product: the
-    clock's share times the kernel's (how full it keeps the pipe). Exit codes: 0 done, 1 nothing could be
-    measured, 2 wrong usage.
+    the best of a few shapes, and the two may differ. The share of the datasheet's peak is
+    the clock's share times the kernel's share (how busy it keeps the tensor pipe). Exit codes: 0 done,
+    1 nothing could be measured, 2 wrong usage.
 
     \b
     Examples
@@ -150,7 +150,7 @@ def _check_dtype(dtype: str) -> None:
         hint = closest(dtype, _MEASURED_DTYPES)
         raise UsageError(f"unknown dtype {dtype!r}; give one of {offered}{hint}") from None
     if name not in _MEASURED_DTYPES:
-        raise UsageError(f"torch has no plain {name} product; give one of {offered}")
+        raise UsageError(f"torch has no plain {name} matrix product; give one of {offered}")
 
 
 def _cells(run: CeilingRun, ceiling: MatmulCeiling) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from .console import SafeConsole, say, short, table
 if TYPE_CHECKING:
     from ..flops import FlopCount, Target
 
-FP8_NOTE = "note: fp8 has the FLOPs of bf16, in which they are counted here; the peak is that of fp8."
+FP8_NOTE = "note: fp8 needs the same FLOPs as bf16, so they were counted in bf16; the peak is the fp8 peak."
 
 _ASSUMED = (
     "Assumed: every step is like this one{length}, and no time is lost to restarts, evaluations or "
@@ -25,7 +25,7 @@ _ASSUMED = (
 )
 _ABOVE_PEAK = (
     "note: an MFU above 100 % is impossible: check the device, the dtype, and --gpus; --tokens-per-second is "
-    "that of all GPUs."
+    "the rate of all GPUs together."
 )
 _NO_HFU = "unknown: only a run shows what its kernels execute"
 _NO_PEAK = "unknown: no peak is known; give --device, or set TRUEMFU_PEAK_TFLOPS"

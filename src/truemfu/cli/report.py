@@ -11,7 +11,9 @@ from ..plain_files import what_is_there
 from .console import FilePath, debug_option, say, writing
 
 
-@click.command(short_help="One self-contained HTML report of a run, a sweep, or runs side by side.")
+@click.command(
+    short_help="Write a self-contained HTML report of a run, a sweep, or several runs side by side."
+)
 @click.argument("folders", metavar="DIR [DIR]...", nargs=-1, required=True, type=FilePath())
 @click.option(
     "--output",
@@ -26,13 +28,13 @@ from .console import FilePath, debug_option, say, writing
     "price_per_gpu_hour",
     type=click.FloatRange(min=0, min_open=True),
     metavar="AMOUNT",
-    help="Price of a GPU hour: adds what a million tokens cost.",
+    help="Price of a GPU hour: adds the cost of a million tokens.",
 )
 @debug_option
 def report(folders: tuple[Path, ...], output_path: Path | None, price_per_gpu_hour: float | None) -> None:
     """One self-contained HTML report of the run or sweep in DIR, detected from its files.
 
-    Several folders of runs are set side by side.
+    With several run folders, one report shows the runs side by side.
 
     \b
     A run     the output_dir of a TrainingMonitor, ended or not (training_run.json, training_log.json)

@@ -27,7 +27,7 @@ _FOLDER = "truemfu-runs"
 
 
 @click.command(
-    short_help="Run any training command, and report on it.",
+    short_help="Run any training command and measure it.",
     context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
 )
 @click.option(
@@ -105,8 +105,8 @@ def run(
             raise UsageError(f"{taken} is not a folder: give --output another name")
         if holds_run(folder):
             say(
-                f"truemfu: {folder} holds a run already: this one is appended to its log. If it does not "
-                "continue that run, give another --output.",
+                f"truemfu: {folder} contains a run already: this run continues its log. For a separate "
+                "run, give another --output.",
                 err=True,
             )
         for tracker in trackers:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _SHOWN = ("step, median", "MFU, median", "model FLOP/s, median", "HFU, median", "tokens/s", "samples/s")
 
 
-@click.command(short_help="A run, running or ended; without a folder: a list of the runs here.")
+@click.command(short_help="Show a run, running or ended; without a folder, list the runs here.")
 @click.argument("folder", metavar="[DIR]", required=False, type=FilePath())
 @json_option
 @debug_option
@@ -86,8 +86,8 @@ def _list_runs(as_json: bool) -> None:
             say(f"note: {error}", err=True)
     if not states:
         raise UsageError(
-            "no run in this folder or two levels below: give its folder, truemfu status DIR, or make one, "
-            "truemfu run train.py"
+            "no run in this folder or two levels below: give a run's folder (truemfu status DIR), or "
+            "start a run (truemfu run train.py)"
         )
     states.sort(key=lambda found: found[0]["started_at"] or "")
     if as_json:

@@ -30,7 +30,7 @@ _SHOWN_LOG_LINES = 6
 _LONGEST_LOG_LINE = 1000
 
 
-@click.command(short_help="Tables, Markdown, CSV or JSON from a sweep's logs.")
+@click.command(short_help="Summarize a sweep's logs as tables, Markdown, CSV or JSON.")
 @click.argument("folder", metavar="DIR", type=FilePath(), required=False)
 @click.option("--logs-dir", type=FilePath(), hidden=True)
 @click.option(
@@ -50,9 +50,9 @@ def summarize(
 
     DIR is a sweep's folder, or only its logs or results folder; copies work too.
 
-    Every experiment is in the denominator: also one that failed, one whose log ends without a result (lost),
-    and, with a sweep.json next to the logs, one that never started. The exit code is 0 if there was something
-    to summarise, even if experiments failed; that of `truemfu sweep` is 1 then.
+    The success rate includes every experiment: also one that failed, one whose log ends without a result
+    (lost), and, with a sweep.json next to the logs, one that never started. The exit code is 0 if there was
+    something to summarise, even if experiments failed; `truemfu sweep` exits with 1 then.
 
     \b
     Examples

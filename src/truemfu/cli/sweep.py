@@ -53,7 +53,7 @@ _OF_CLUSTER = "job_"
 
 
 @click.command(
-    short_help="The profiling matrix: every experiment in its own process.",
+    short_help="Profile a matrix of experiments, each in its own process.",
     context_settings=older_names(_OLD_NAMES),
 )
 @click.option("--mode", default="profile", show_default=True, help="profile, test or single; see above.")
@@ -82,11 +82,9 @@ _OF_CLUSTER = "job_"
 @click.option("--optimizer", help="sgd or adamw.  [default: sgd]")
 @click.option("--compile", is_flag=True, default=None, help="Use torch.compile, if the trainer supports it.")
 @click.option("--device", help="cuda or cpu.  [default: a GPU if there is one]")
-@numbers_option("--gpu-ids", "gpus", help="Numbers of the GPUs to use, one experiment each at a time: 0,1")
-@numbers_option("--gpus-per-experiment", help="GPUs of one experiment, on a CPU processes: 1,2,4")
-@click.option(
-    "--parallel", help="ddp or fsdp2: how several GPUs share the training. The batch is that of each GPU."
-)
+@numbers_option("--gpu-ids", "gpus", help="GPUs to use, by number; each runs one experiment at a time: 0,1")
+@numbers_option("--gpus-per-experiment", help="GPUs per experiment (on a CPU: processes): 1,2,4")
+@click.option("--parallel", help="ddp or fsdp2: how several GPUs share the training. --batch is per GPU.")
 @click.option("--timeout", "timeout_s", type=float, metavar="SECONDS", help="Time limit of an experiment.")
 @click.option(
     "--memory-limit",
@@ -101,7 +99,10 @@ _OF_CLUSTER = "job_"
     help="Run again: none, failed, all, or a status such as timeout.  [default: none; all in test mode]",
 )
 @click.option(
-    "--prune", is_flag=True, default=None, help="After an out-of-memory, skip larger batches (marked pruned)."
+    "--prune",
+    is_flag=True,
+    default=None,
+    help="After an out-of-memory failure, skip larger batches (marked pruned).",
 )
 @click.option(
     "--no-fit",
@@ -109,7 +110,7 @@ _OF_CLUSTER = "job_"
     is_flag=True,
     flag_value=False,
     default=None,
-    help="After an out-of-memory, do not search for the batch that fits.",
+    help="After an out-of-memory failure, do not search for the batch that fits.",
 )
 @click.option("--launcher", help="Where experiments run: local, slurm or ray.  [default: local]")
 @click.option("--partition", "job_partition", help="Slurm's partition.")
@@ -120,7 +121,7 @@ _OF_CLUSTER = "job_"
     multiple=True,
     callback=lambda context, option, values: values or None,
     metavar="OPTION",
-    help="A further option of sbatch: --sbatch-option=--constraint=h200",
+    help="Another option for sbatch: --sbatch-option=--constraint=h200",
 )
 @click.option(
     "--ray-address",
@@ -128,24 +129,30 @@ _OF_CLUSTER = "job_"
     metavar="HOST:PORT",
     help="A Ray cluster, or auto.  [default: a local one is started]",
 )
-@click.option("--job-gpus", type=int, metavar="N", help="GPUs that an experiment requests of a cluster.")
-@click.option("--job-cpus", type=int, metavar="N", help="CPUs that an experiment requests of a cluster.")
+@click.option(
+    "--job-gpus", type=int, metavar="N", help="GPUs that each experiment requests from the cluster."
+)
+@click.option(
+    "--job-cpus", type=int, metavar="N", help="CPUs that each experiment requests from the cluster."
+)
 @click.option(
     "--job-memory",
     "job_memory_gib",
     type=float,
     metavar="GIB",
-    help="Host memory that it requests of a cluster.",
+    help="Host memory that each experiment requests from the cluster.",
 )
 @click.option(
     "--max-jobs",
     "job_max_jobs",
     type=int,
     metavar="N",
-    help="At most so many experiments on a cluster at a time.",
+    help="Maximum number of experiments on the cluster at a time.",
 )
 @click.option("--cancel", is_flag=True, help="Cancel the experiments of this folder on their cluster.")
-@click.option("--dry-run", is_flag=True, help="List the experiments, and what each requests; start none.")
+@click.option(
+    "--dry-run", is_flag=True, help="List the experiments and what each requests, without starting any."
+)
 @json_option
 @debug_option
 def sweep(
@@ -180,10 +187,10 @@ def sweep(
         truemfu sweep --config profiling_config.json --output out/night --timeout 900
         truemfu sweep --output out/night --rerun failed
         truemfu sweep --launcher slurm --partition gpu --max-jobs 8 --output /shared/night
-        truemfu sweep --output /shared/night              finds its jobs again and waits for them
+        truemfu sweep --output /shared/night              waits for the jobs already submitted
 
-    Call an interrupted sweep again to continue it. Exit codes: 0 every experiment succeeded, 1 at least one
-    did not, 2 wrong usage and nothing was started, 130 interrupted.
+    To continue an interrupted sweep, run the same command again. Exit codes: 0 every experiment
+    succeeded, 1 at least one did not, 2 wrong usage and nothing was started, 130 interrupted.
     """
     from .sweep_plan import show_plan
 
@@ -299,8 +306,8 @@ def _leave_or_cancel(folder: Path, count: int, *, ask: bool) -> int:
             _cancel(folder)
             return 130
     again = f"truemfu sweep --output {shlex.quote(str(folder))}"
-    say(f"{experiments} stay on the cluster: {again} waits for them", err=True)
-    say(f"cancel them: {again} --cancel", err=True)
+    say(f"{experiments} stay on the cluster; to wait for them: {again}", err=True)
+    say(f"to cancel them: {again} --cancel", err=True)
     return 130
 
 

@@ -41,15 +41,16 @@ _LEAST_S, _LEAST_REPLAYED_S, _MOST_S = 0.25, 0.01, 3600.0
 _WHOLE_TRACE = 10**7
 
 
-@click.command(short_help="Every GPU, live: what its tensor cores execute.")
-@click.option("--once", is_flag=True, help="One interval (or a whole replayed trace), then exit.")
+@click.command(short_help="Show live what the tensor cores of every GPU execute.")
+@click.option("--once", is_flag=True, help="Show one interval (or a whole replayed trace), then exit.")
 @click.option(
     "--interval",
     "interval_s",
     type=float,
     default=1.0,
     show_default=True,
-    help=f"In seconds; at least {_LEAST_S:g}, since the counters are updated every {GPM_LAG_S:g} s.",
+    help=f"Seconds between updates; at least {_LEAST_S:g}, since the counters are updated every "
+    f"{GPM_LAG_S:g} s.",
 )
 @click.option("--record", "record_to", type=FilePath(), metavar="FILE", help="Record all samples to a trace.")
 @click.option(
@@ -57,14 +58,14 @@ _WHOLE_TRACE = 10**7
     "replay_from",
     type=FilePath(),
     metavar="FILE",
-    help="Show a recorded trace, not this machine.",
+    help="Show a recorded trace instead of this machine.",
 )
 @click.option(
     "--export",
     "export_to",
     metavar="[HOST:]PORT",
-    help="Serve the same to Prometheus (port 0: any free one), only to this machine unless HOST is given:"
-    " 0.0.0.0:9400 serves every machine that can reach the port.",
+    help="Also serve the metrics to Prometheus (port 0: any free port). Without HOST only this "
+    "machine can connect; 0.0.0.0:9400 serves every machine that can reach the port.",
 )
 @json_option
 @debug_option
@@ -80,14 +81,14 @@ def top(
 
     FLOP util is what the tensor cores executed as a share of the dense 16-bit peak; TFLOP/s is at the
     16-bit rate (fp8 does twice, tf32 half of it in the same time). Both are upper bounds: some kernels
-    without a product use the tensor pipe too, and both are based on the clock that the driver requested: the
-    actual one is 4 to 11 % lower in steady tensor work (H200). Only code that runs on the GPU can read that,
-    such as the monitor in a training run. "GPU util" is the driver's figure: 100 % as soon as any kernel
-    runs. Activity needs a Hopper or later; older GPUs show the rest.
+    without a matrix product use the tensor pipe too, and the clock is the one that the driver requested: the
+    actual clock is 4 to 11 % lower in steady tensor work (H200). Only code that runs on the GPU, such as the
+    monitor in a training run, can read the actual clock. "GPU util" is the driver's figure: 100 % as soon as
+    any kernel runs. Activity needs a Hopper or later; for older GPUs the other columns are shown.
 
-    Without a terminal it prints a table at each interval; --json prints a line at each, and with --once one
-    document. Energy is only read for --json and --record: it is most of the cost of reading. Exit codes: 0
-    done, 1 the driver cannot be read, 2 wrong usage.
+    Without a terminal, a table is printed at each interval; with --json a line, with --json --once one
+    document. Energy is read only for --json and --record, because it takes most of the time of a
+    reading. Exit codes: 0 done, 1 the driver cannot be read, 2 wrong usage.
 
     \b
     Examples
@@ -108,7 +109,9 @@ def top(
             "--once ends after one interval, so nothing could be served: leave out --once or --export"
         )
     if replay_from is not None and record_to is not None and _are_same(replay_from, record_to):
-        raise UsageError(f"--record would overwrite {replay_from}, which is replayed: give it another file")
+        raise UsageError(
+            f"--record would overwrite {replay_from}, which is being replayed: give --record another file"
+        )
     with ExitStack() as open_ones:
         source = _open(replay_from, energy=as_json or record_to is not None)
         open_ones.callback(lambda: source.close())

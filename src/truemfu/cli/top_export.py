@@ -74,7 +74,9 @@ def serving(readings: Callable[[], Sequence[Reading]], port: int, host: str = LO
         server = MetricsServer(registry, host, port)
     except OSError as problem:
         where = f"port {port}" if host == LOOPBACK else f"{host} port {port}"
-        raise UsageError(f"cannot serve on {where}: {problem.strerror}; give another to --export") from None
+        raise UsageError(
+            f"cannot serve on {where}: {problem.strerror}; give --export another port or host"
+        ) from None
     try:
         yield server.url
     finally:

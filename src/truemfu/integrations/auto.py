@@ -80,7 +80,7 @@ class AutoMonitor:
     @classmethod
     def why_nothing(cls) -> str:
         """Why this process has no figures."""
-        return "it could not be watched" if cls.current is None else cls.current._why_nothing
+        return "this process could not be watched" if cls.current is None else cls.current._why_nothing
 
     def _followed(self, method: Callable[..., Any], work: Callable[[Any], None]) -> Callable[..., Any]:
         """A method, and then `work` with its object."""

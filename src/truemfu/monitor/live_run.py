@@ -90,7 +90,7 @@ class LiveRun:
         if config.mode == AUTO:
             config = replace(config, mode="smart" if counters is None else "hybrid")
             if why_none is not None and device.type == "cuda":
-                self._no_waterfall = [f"where the peak went is not known: no GPU counters ({why_none})"]
+                self._no_waterfall = [f"cannot show where the peak went: no GPU counters ({why_none})"]
         elif config.mode == "hybrid" and counters is None:
             measuring.go_without_counters(why_none if self._rank.is_first else None)
         is_corrected = audited is not None and audited.executed_over_activity is not None
@@ -295,7 +295,7 @@ def _opened_counters(
         return one_line(error)
     if isinstance(counters, HardwareWatch) and not has_rate(spec_of(device)):
         counters.close()
-        return f"the FLOP per cycle of {_device_name(device)} are not known"
+        return f"the FLOP per cycle of {_device_name(device)} is unknown"
     return counters
 
 

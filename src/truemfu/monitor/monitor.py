@@ -169,7 +169,9 @@ class TrainingMonitor:
         Rows and summary have the time of each kind.
         """
         if kind not in PAUSES:
-            self._notices(f"pause expects {', '.join(PAUSES[:-1])} or {PAUSES[-1]}; got {brief(kind)}: other")
+            self._notices(
+                f"pause expects {', '.join(PAUSES[:-1])} or {PAUSES[-1]}; got {brief(kind)}, logged as other"
+            )
             kind = "other"
         live, mark, between, began_s = self._live, None, self._between, _now_s()
         if live is not None and not between.pauses:

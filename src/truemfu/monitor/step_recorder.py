@@ -267,7 +267,7 @@ class StepRecorder:
             state = self.watch.models.state
             self._notices(
                 f"the model changed between the logged steps {change.after_step} and {change.until_step}: "
-                "steps between them may have the FLOPs before the change",
+                "steps in between may be logged with the FLOPs from before the change",
                 about=f"model change {state if state < _CHANGES_SHOWN else ''}",
             )
 

@@ -210,7 +210,7 @@ def _executed(hardware: RunHardware) -> str:
     if hardware.executed_hfu is not None:
         text += f", HFU {share(hardware.executed_hfu)}"
     if ratio is not None:
-        text += f", {ratio:.3f} of what the count expects"
+        text += f", {ratio:.3f} times what the count expects"
     if hardware.clock_hz is not None:
         text += f"; clock {hardware.clock_hz / 1e6:,.0f} MHz by {hardware.clock_source}"
     return text

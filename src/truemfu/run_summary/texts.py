@@ -19,7 +19,7 @@ NO_SUMMARY = "known only when a run has ended and written its summary"
 NO_ROWS = "the log has no rows"
 _NO_MODEL = "no model was counted"
 NO_LOADER = "batches did not come from a torch DataLoader"
-NO_RATE = "the tensor pipe's activity, the clock or the chip's rate is not known"
+NO_RATE = "tensor pipe activity, the clock or the chip's FLOP per cycle is unknown"
 _NO_TOKENS = "no batch had a known number of tokens"
 _NOT_TIMED = "no step was timed"
 _RATE_REMARK = "of one device"
@@ -177,17 +177,17 @@ def cost(run: RunResults, price_per_gpu_hour: float) -> Figure:
     """What a million tokens cost at the median rate, evaluations and checkpoints not included."""
     record, label, gpus = run.record, "a million tokens", run.record.world_size
     if record.device in (None, "cpu"):
-        return Figure(label=label, value=UNKNOWN, remark="the run is not known to have used a GPU")
+        return Figure(label=label, value=UNKNOWN, remark="the run used no GPU, or its device is unknown")
     if gpus is None:
         return Figure(label=label, value=UNKNOWN, remark="the number of ranks is not known")
     if gpus > 1 and "alone" in (record.scope or ""):
-        return Figure(label=label, value=UNKNOWN, remark="the rate is only known for one rank of the job")
-    price = f"${price_per_gpu_hour:,.4g} an hour for each of {gpus:,} GPUs, at the median rate of its steps"
+        return Figure(label=label, value=UNKNOWN, remark="tokens/s is only known for one rank of the job")
+    price = f"${price_per_gpu_hour:,.4g} an hour for each of {gpus:,} GPUs, at the median tokens/s"
     return _figure(
         label,
         lambda value: f"${value:,.4g}",
         per_million_tokens(price_per_gpu_hour, run.summary.median_tokens_per_second, gpus=gpus),
-        price if gpus > 1 else f"${price_per_gpu_hour:,.4g} an hour, at the median rate of its steps",
+        price if gpus > 1 else f"${price_per_gpu_hour:,.4g} an hour, at the median tokens/s",
         _NO_TOKENS,
     )
 
@@ -218,7 +218,7 @@ def hardware_figures(hardware: RunHardware, scope: str | None) -> list[Figure]:
             "executed over expected",
             _ratio,
             hardware.executed_over_expected,
-            remark("expected: the count, including overhanging tiles, without work that masks skip"),
+            remark("expected: the count with tile padding and without masked work that kernels skip"),
             no_ratio,
         ),
         _figure("SM clock", _clock, hardware.clock_hz, _clock_remark(hardware), not_read),
@@ -422,7 +422,7 @@ def _clock_remark(hardware: RunHardware) -> str:
     words = [f"by {hardware.clock_source}"] if hardware.clock_source else []
     if hardware.reported_clock_hz is not None:
         words.append(f"the driver reports {_clock(hardware.reported_clock_hz)}")
-    return "; ".join(words) or "the log does not have its source"
+    return "; ".join(words) or "the log does not say how the clock was measured"
 
 
 def _clock(hertz: float) -> str:

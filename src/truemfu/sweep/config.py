@@ -188,7 +188,7 @@ def _check(config: SweepConfig) -> None:
         if not values[axis]:
             raise UsageError(f"{axis} is empty: nothing to run")
     if config.gpus == []:
-        raise UsageError("gpus is empty: leave it out for all visible GPUs")
+        raise UsageError("gpus is empty: leave it out to use all visible GPUs")
     for trainer in config.trainers:
         _check_trainer(trainer)
     for model in config.models:

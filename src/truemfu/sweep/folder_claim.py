@@ -224,7 +224,7 @@ def _joined(
 def _another_sweep(folder: SweepFolder, what: str, recorded: Any, here: Any) -> UsageError:
     return UsageError(
         f"{folder.root} belongs to another sweep: {what} is {_brief(recorded)} there and {_brief(here)} "
-        "here; give another folder, or --rerun all to start it over"
+        "here; give another folder, or --rerun all to start that sweep over"
     )
 
 

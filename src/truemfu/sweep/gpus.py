@@ -29,8 +29,8 @@ def device_of(config: SweepConfig) -> str:
         return resolve_device(config.device, config.gpus)
     if config.gpus is not None:
         raise UsageError(
-            f"gpus are numbers of GPUs in this machine; with launcher {config.launcher} the engine chooses: "
-            "leave it out, and set cluster.gpus to the GPUs of an experiment"
+            f"gpus selects GPUs of this machine by number, but {config.launcher} chooses the GPUs itself: "
+            "leave gpus out, and set cluster.gpus to the number of GPUs per experiment"
         )
     if config.device == "auto":
         return "cpu" if config.cluster.gpus == 0 else "cuda"

@@ -68,7 +68,7 @@ TOP_HOOKS = _private(
 )
 RUN_BACKWARD = _private(
     "torch.autograd:_engine_run_backward",
-    "tensors exported in a backward pass are not reported, nor a pass that does not come with every step",
+    "tensors exported in a backward pass, and backward passes of only some steps, are not reported",
 )
 DISABLE_FUNCTION = _private("torch._C:DisableTorchFunction", "counts take longer")
 FLEX_FORWARD = _private(
@@ -152,7 +152,7 @@ ATTRIBUTES: dict[str, str] = {
     "_forward_cls": "of an autograd node: what a re-entrant checkpoint recomputes counts as backward",
     "_values": "of a sparse tensor: its products are not counted",
     "inductor_post_grad_graph_str fx_kwargs": "of a compiled region: the FLOPs of its step are unknown",
-    "_lazy_backward_info": "of an autograd node: what other backends of torch.compile recompute is backward",
+    "_lazy_backward_info": "of an autograd node: recomputation by other compile backends counts as backward",
     "_is_param": "of a tensor, written to: fake tensors are then not parameters for `isinstance`",
 }
 """What is lost without attributes of torch's objects; each such error fails at most one count."""

@@ -127,7 +127,7 @@ class JsonArrayFile:
 
     @property
     def _fd(self) -> int:
-        assert self._file is not None, "start comes first"
+        assert self._file is not None, "call start first"
         return self._file.number
 
     def _write(self, text: bytes) -> None:
@@ -164,7 +164,7 @@ class JsonArrayFile:
 
     def _repair_if_changed(self) -> None:
         """Check whether another program has changed the file, and repair it if so."""
-        assert self._file is not None, "start comes first"
+        assert self._file is not None, "call start first"
         if not self._file.is_ours:
             self._file = self._open()
         status = os.fstat(self._fd)

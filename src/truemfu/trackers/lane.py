@@ -165,8 +165,8 @@ class Lane:
         if not self._was_full and self._rows.is_full:
             self._was_full = True
             self._notice(
-                f"tracker {self.name} cannot keep up: {self._rows.capacity:,} rows wait for it, "
-                "the oldest are dropped; the local log has them"
+                f"tracker {self.name} cannot keep up: {self._rows.capacity:,} rows are waiting, and "
+                "the oldest are dropped; the local log has all rows"
             )
         self._work.set()
 
@@ -245,7 +245,7 @@ class Lane:
                 self._flushes.again_in(_RETRY_S)
                 if not self._is_postponed:
                     self._notice(
-                        f"tracker {self.name} cannot write now, its rows are kept for later: {problem}"
+                        f"tracker {self.name} cannot write now; its rows are kept for later: {problem}"
                     )
                 self._is_postponed = True
             else:

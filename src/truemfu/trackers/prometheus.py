@@ -49,8 +49,8 @@ class PrometheusTracker:
             self._server = MetricsServer(self._registry, self._address, self.port)
         except OSError as problem:
             advice = (
-                f"{self._address} port {self.port}: {problem.strerror}; pass "
-                "PrometheusTracker(port=...) with another, or set monitoring.prometheus_address"
+                f"cannot serve on {self._address} port {self.port}: {problem.strerror}; pass "
+                "another port to PrometheusTracker(port=...), or set monitoring.prometheus_address"
             )
             raise OSError(problem.errno, advice) from None
         self.port = self._server.port

@@ -133,8 +133,8 @@ class WandbTracker:
         shared, theirs = self._shared, self._run
         name = theirs.name or theirs.id
         wandb.termwarn(
-            f"truemfu: this program logs with explicit steps, and {_MAX_WAITING:,} rows wait for one; "
-            f"they and all further ones go to a second run, '{name}-truemfu'",
+            f"truemfu: this program logs with explicit steps, and {_MAX_WAITING:,} rows are waiting for the "
+            f"next step; these and all later rows go to a second run, '{name}-truemfu'",
             repeat=False,
         )
         self._open(

@@ -149,8 +149,8 @@ class SharedRun:
         import wandb
 
         wandb.termwarn(
-            f"truemfu: rows of the monitor have advanced this run to step {self._run.step}, and the program "
-            f"logs at step {step}; its row is logged at the run's step, with its own as '{_USER_STEP}'",
+            f"truemfu: the monitor's rows have advanced this run to step {self._run.step}, but the program "
+            f"logs at step {step}: its row goes to the run's step, its own step is kept as '{_USER_STEP}'",
             repeat=False,
         )
 

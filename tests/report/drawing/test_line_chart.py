@@ -107,8 +107,8 @@ def test_a_long_log_keeps_its_extremes_in_fewer_points() -> None:
     assert chart.is_thinned
     assert [len(run) for run in chart.lines[0].runs] == [BUCKETS]
     assert thinning(20_000) == (
-        "20,000 rows in groups of 80: each line is a group's median, the band behind it reaches from its "
-        "lowest to its highest."
+        "20,000 rows in groups of 80: the line is the median of each group, the band behind it the range "
+        "from lowest to highest."
     )
 
 

@@ -62,7 +62,7 @@ def test_a_gain_goes_up_and_makes_room() -> None:
     assert found.bars[0].width_percent == pytest.approx(80)
     assert gain.left_percent == pytest.approx(80)
     assert gain.left_percent + gain.width_percent == pytest.approx(100)
-    assert found.sentences == ["A negative part is a gain: after it, more is left than before."]
+    assert found.sentences == ["A negative part is a gain: it adds to what is left."]
 
 
 def test_the_table_has_the_parts_of_parts_and_their_sum() -> None:

@@ -61,7 +61,7 @@ def test_a_case_whose_supervisor_was_killed_is_lost(make_result, write_sweep) ->
     assert entry.end == "lost"
     assert entry.reason == (
         "DPSGDTrainer_bs4_seq512.log ends without a result; "
-        "still running, or its supervisor ended before it finished"
+        "still running, or the sweep ended before the experiment finished"
     )
     assert entry.log_tail == ("step 1", "step 2")
 
@@ -135,7 +135,7 @@ def test_results_of_another_sweep_in_the_folder_are_left_out_and_named(make_resu
     write_record(folder / "results" / f"{foreign.name}.json", foreign)
     loaded = load_sweep(folder)
     assert ends(loaded) == {own.name: "ok"}
-    assert loaded.notes == (f"left out, results of another sweep: {foreign.name}",)
+    assert loaded.notes == (f"ignored, because these are results of another sweep: {foreign.name}",)
 
 
 def test_a_broken_sweep_json_costs_the_denominator_and_says_so(matrix, write_sweep) -> None:
@@ -143,7 +143,7 @@ def test_a_broken_sweep_json_costs_the_denominator_and_says_so(matrix, write_swe
     (folder / "sweep.json").write_text("{")
     loaded = load_sweep(folder)
     assert len(loaded.entries) == len(matrix)
-    assert "experiments without a file are not known" in loaded.notes[0]
+    assert "experiments that left no file are unknown" in loaded.notes[0]
 
 
 def test_a_lost_case_of_a_trainer_of_ones_own_belongs_to_it(make_result, write_sweep) -> None:
@@ -201,7 +201,7 @@ def test_files_that_are_no_experiments_are_not_counted(make_result, tmp_path: Pa
     write_record(tmp_path / f"{result.name}.json", result)
     loaded = load_sweep(tmp_path)
     assert ends(loaded) == {result.name: "ok"}
-    assert loaded.notes == ("left out, not experiments: package",)
+    assert loaded.notes == ("ignored, because these are not experiments: package",)
 
 
 def a_fifo(path: Path) -> None:
@@ -290,13 +290,13 @@ def test_a_copy_of_a_result_is_no_experiment_and_is_named(
     shutil.copy(results / f"{matrix[0].name}.json", results / name)
     loaded = load_sweep(folder)
     assert {entry.name for entry in loaded.entries} == {result.name for result in matrix}
-    assert loaded.notes == (f"left out: {results / name} contains the result of {matrix[0].name}",)
+    assert loaded.notes == (f"ignored: {results / name} contains the result of {matrix[0].name}",)
 
 
 def test_a_copy_of_a_log_is_no_experiment_and_is_named(make_result, tmp_path: Path) -> None:
     result = make_result()
     (tmp_path / f"{result.name}_copy.log").write_bytes(encode(result))
-    note = f"left out: {result.name}_copy.log contains the result of {result.name}"
+    note = f"ignored: {result.name}_copy.log contains the result of {result.name}"
     with pytest.raises(UsageError, match=f"does not contain a sweep: .*; {note}"):
         load_sweep(tmp_path)
     (tmp_path / f"{result.name}.log").write_bytes(encode(result))

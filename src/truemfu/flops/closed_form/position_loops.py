@@ -60,7 +60,7 @@ def count_by_short_sequences(
     integers = _extrapolated({length: integers_of(count) for length, count in counts.items()}, example.length)
     if integers is None:
         return None
-    note = f"the model loops over positions: its closed form was fitted on up to {max(_LENGTHS)} of them"
+    note = f"the model loops over positions: its closed form was fitted on sequences of up to {max(_LENGTHS)}"
     notes = (*counts[_LENGTHS[-1]].notes, note, *Windows(inner, convention).notes_for_batch(batch))
     return count_of(integers, method=CLOSED_FORM, convention=convention, notes=notes)
 

@@ -145,7 +145,7 @@ def _array_of(func: Any, fake: torch.Tensor) -> Any:
     """A NumPy array of a fake tensor's known values; RuntimeError if they are not known."""
     is_index = not (fake.is_floating_point() or fake.is_complex())
     if func not in (torch.Tensor.numpy, torch.Tensor.__array__) or not (is_index or value_of(fake)):
-        raise RuntimeError("code outside torch reads a tensor's memory")
+        raise RuntimeError("code outside torch reads a tensor's memory, which has no values in a count")
     numbers, dtype = fake.tolist(), fake.dtype
     with disable_modes():
         return torch.tensor(numbers, dtype=dtype, device="cpu").numpy()

@@ -34,7 +34,9 @@ def run_on_shapes(
     tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
     kind = func.overloadpacket.__name__.replace("_", "")
     if not all(isinstance(tensor, FakeTensor) for tensor in tensors):
-        raise SplitOverRanks(f"the model calls a collective ({kind}) with values, which a count cannot run")
+        raise SplitOverRanks(
+            f"the model calls a collective ({kind}) on tensors with values: a count cannot run it"
+        )
     if kind.startswith("alltoall") and (is_assumed or not _has_equal_parts(func, args, kwargs)):
         raise SplitOverRanks(
             "the model exchanges tokens with other ranks (all_to_all), so how many this rank processes is "

@@ -113,7 +113,9 @@ class CountingMode(Tally, TorchDispatchMode):
         if name in _SAME_DTYPE and self._following is not None:
             left, right = factors(name, args)[:2]
             if left.dtype is not right.dtype:  # fake tensors accept this, a real product does not
-                raise RuntimeError(f"{name} of {left.dtype} and {right.dtype}: a product needs one dtype")
+                raise RuntimeError(
+                    f"{name} of {left.dtype} and {right.dtype}: both operands need the same dtype"
+                )
         return super()._count(name, func, args, kwargs, out)
 
     def record_launch(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -30,7 +30,7 @@ class Copies:
     def value(self, tensor: torch.Tensor) -> Value:
         """A tensor's value at this moment, to be read once all copies are ready."""
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise Uncopied("a value it needs is computed inside a CUDA graph")
+            raise Uncopied("a value that the count needs is computed inside a CUDA graph")
         known = self._known.setdefault(tensor.untyped_storage(), {})
         key = None
         if detects_overwrites and not tensor.is_inference():
@@ -39,7 +39,7 @@ class Copies:
                 return known[key]
         self._bytes += tensor.numel() * tensor.element_size()
         if self._bytes > LIMIT_BYTES:
-            raise Uncopied("the masks and lengths it needs are larger than 64 MiB")
+            raise Uncopied("the masks and lengths that the count needs are larger than 64 MiB")
         copy = HostCopy(tensor)
         self._copies.append(copy)
         value = Value(copy.get)

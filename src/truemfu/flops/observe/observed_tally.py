@@ -47,10 +47,10 @@ Documents = Sequence[Sequence[int]]
 
 _MOST_OPERATORS = 1_000_000
 """A step of many micro-batches has some hundred thousand; a million take some hundred megabytes."""
-TOO_LONG = f"it ran more than {_MOST_OPERATORS:,} operators: is log_step called after each step?"
+TOO_LONG = f"the step ran more than {_MOST_OPERATORS:,} operators: is log_step called after each step?"
 
-UNSEEN = "part of its forward pass ran on another thread or before the observation began"
-OTHER_BACKEND = "torch.compile ran its backward pass with a backend other than inductor"
+UNSEEN = "part of the step's forward pass ran on another thread or before the observation began"
+OTHER_BACKEND = "torch.compile ran the step's backward pass with a backend other than inductor"
 
 
 class ObservedTally(Tally):
@@ -110,7 +110,7 @@ class ObservedTally(Tally):
     def _record_locked(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Count an operator; autograd may run several threads, one for each device."""
         if not self._lock.acquire(timeout=_LOCK_LIMIT_S):
-            self.fail("threads of autograd waited too long for each other")
+            self.fail("autograd's threads waited too long for each other")
             return
         try:
             if not _is_without_data(out):
@@ -205,7 +205,7 @@ class ObservedTally(Tally):
             try:
                 resolve()
             except Exception as error:
-                self.fail(f"counting its attention failed: {one_line(error)}")
+                self.fail(f"counting attention failed: {one_line(error)}")
         runs, self._counted_runs = self.runs[self._counted_runs :], len(self.runs)
         for run in runs:
             try:

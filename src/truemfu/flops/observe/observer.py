@@ -37,7 +37,7 @@ from .observed_tally import ObservedTally
 
 _OWN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
 _NO_DISPATCH = torch.Tensor.__torch_dispatch__
-OTHER_THREAD = "its forward pass began on another thread than the one that calls log_step"
+OTHER_THREAD = "the step's forward pass began on a different thread from the one that calls log_step"
 _left_behind: set[int] = set()
 """Threads whose stack has a mode that another thread finished."""
 
@@ -78,7 +78,7 @@ class StepObserver:
             try:
                 take_out(_is_finished)
             except Exception as error:
-                self._tally.fail(f"the observation did not end in order ({one_line(error)})")
+                self._tally.fail(f"observing the step did not end properly ({one_line(error)})")
         else:
             _left_behind.add(self._thread)
             self._tally.fail(OTHER_THREAD)
@@ -213,7 +213,7 @@ class _ObserverMode(TorchDispatchMode):
         try:
             return is_compiling()
         except Exception as error:  # the program's operators go on
-            self._tally.fail(f"it cannot be told whether the compiler ran in it: {one_line(error)}")
+            self._tally.fail(f"cannot tell whether the step ran the compiler: {one_line(error)}")
             return True
 
 

@@ -41,11 +41,13 @@ _COMPILED = "CompiledFunction"
 _TRITON_TEMPLATE = "triton_tem_"
 _REPLAYS = frozenset(("cudaGraphLaunch", "cuGraphLaunch", "hipGraphLaunch"))
 
-_ALL_GRADIENTS = "all gradients of a fused attention kernel count as needed"
+_ALL_GRADIENTS = "all gradients that a fused attention kernel computes are counted as needed"
 _MASK_NOT_READ = "an attention mask was not read: documents packed into one row count as one sequence"
 _PLAIN_ATTENTION = "attention in plain operators, if there is any, is counted with all its pairs"
-_RECURRENT_GRADIENTS = "all gradients of a recurrent kernel count as needed, except that of its initial state"
-_COMPILED_NOW = "code was compiled during the measured step: what the compiler ran is left out"
+_RECURRENT_GRADIENTS = (
+    "all gradients that a recurrent kernel computes are counted as needed, except that of its initial state"
+)
+_COMPILED_NOW = "code was compiled during the measured step: operators that the compiler ran are not counted"
 _COMPILED_CODE = "recomputation inside compiled code counts as backward: they cannot be distinguished"
 _OWN_BACKWARD = (
     "recomputation inside a custom Function's backward counts as backward: they cannot be distinguished"

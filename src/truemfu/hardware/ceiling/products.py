@@ -33,9 +33,9 @@ def product_of(device: torch.device, dtype: str, shape: Shape) -> Product:
     from ...torch_private import table
 
     if device.type == "cpu" and dtype in ("tf32", "fp8", "int8"):
-        raise NotImplementedError(f"torch has no fast {dtype} product on a CPU")
+        raise NotImplementedError(f"torch has no fast {dtype} matrix product on a CPU")
     if dtype == "fp4":
-        raise NotImplementedError("torch has no plain fp4 product")
+        raise NotImplementedError("torch has no plain fp4 matrix product")
     m, n, k = shape
     generator = torch.Generator(device=device).manual_seed(0)
     a = torch.randn(m, k, device=device, generator=generator)

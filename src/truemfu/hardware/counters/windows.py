@@ -32,15 +32,15 @@ def fault_of(sample: CounterSample, *, shares: Sequence[str] = ACTIVITIES) -> st
     for name in (*shares, "gpu_utilisation"):
         value = getattr(sample, name)
         if value is not None and not 0 <= value <= _FULL:
-            return f"{name} of {value:g}, not a share"
+            return f"{name} is {value:g}, which is not a share"
     for name in ("power_w", "energy_j", "memory_used_bytes"):
         value = getattr(sample, name)
         if value is not None and not 0 <= value < math.inf:
-            return f"{name} of {value:g}"
+            return f"{name} is {value:g}"
     clock = sample.sm_clock_hz
     if clock is not None and not 0 <= clock < FASTEST_CLOCK_HZ:
-        return f"an SM clock of {clock:g} Hz"
-    return None if math.isfinite(sample.at_s) else f"a time of {sample.at_s:g}"
+        return f"the SM clock is {clock:g} Hz"
+    return None if math.isfinite(sample.at_s) else f"the time is {sample.at_s:g}"
 
 
 def interval_of(before: CounterSample, after: CounterSample, gpu: GpuInfo) -> CounterWindow:
@@ -54,7 +54,7 @@ def interval_of(before: CounterSample, after: CounterSample, gpu: GpuInfo) -> Co
     # The activities of the first read belong to the previous interval.
     fault = fault_of(after) or fault_of(before, shares=())
     if fault is not None:
-        raise CounterError(f"the counters returned nonsense: {fault}")
+        raise CounterError(f"the counters returned an impossible value: {fault}")
     seconds = after.at_s - before.at_s
     if seconds <= 0:
         raise CounterError(f"time went backwards by {-seconds:g} s")

@@ -60,5 +60,5 @@ def read_audit(path: Path) -> AuditedKernels:
     if ratio is not None and not 0 < ratio <= _MOST:
         raise RecordError(f"{path}: executed_over_activity is {ratio:g}, expected above 0 and at most 1")
     if not all(1 <= product.needed_flops <= product.executed_flops for product in audited.products):
-        raise RecordError(f"{path}: a product executed less than it needs")
+        raise RecordError(f"{path}: a matrix product executed fewer FLOPs than it needs")
     return audited

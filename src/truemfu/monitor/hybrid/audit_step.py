@@ -127,7 +127,7 @@ class AuditStep:
         if self._phase is _Phase.WAITING:
             self._give_up(
                 f"the run ended after {logged} steps: a step is marked after {WARMUP_STEPS} logged steps if "
-                "nothing was compiled in the one before"
+                "nothing was compiled in the step before"
             )
         elif self._phase in (_Phase.MARKING, _Phase.PAUSED):
             self._unmark(_Phase.ENDED)

@@ -153,7 +153,7 @@ class HardwareWindows:
             return f"hybrid mode: the only window of the run was not read: {self._why_unread()}"
         needed_s = hardware_watch.SETTLE_S + hardware_watch.WINDOW_S
         return (
-            f"hybrid mode: the counters measured nothing, which needs {needed_s:.0f} seconds of steps "
+            f"hybrid mode: the counters measured nothing: they need {needed_s:.0f} seconds of steps "
             "without a pause, a compilation or an observed step"
         )
 
@@ -165,7 +165,7 @@ class HardwareWindows:
             self._notice(f"the hardware counters cannot be read{any_more}: {self._why_unread()}")
 
     def _why_unread(self) -> str:
-        return self._watch.fault or "too little of a window was read"
+        return self._watch.fault or "too little of the measuring window was read"
 
 
 class _RunWindows:

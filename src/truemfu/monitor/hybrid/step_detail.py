@@ -41,8 +41,8 @@ class StepDetails:
             work = self._flops.known.work(note)
             if work is None:
                 self.notes[
-                    "the cross-check does not account for tiles and skipped blocks: no step with its batches "
-                    "was observed"
+                    "the cross-check does not account for tile padding and skipped blocks of masks: no step "
+                    "with the same batches was observed"
                 ] = None
             self._of = count
             self._detail = detail_of(count, work, self._capability(), self._sm_count(), self._audited_tiles)

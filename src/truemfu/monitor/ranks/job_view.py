@@ -202,7 +202,10 @@ class JobView:
         """For the summary: which ranks did not end in order, and which share a GPU."""
         with self._lock:
             ranks = self._not_ended()
-            found = [f"{self._about_silent(rank)}: it sent no last row" for rank in ranks[:MOST_NAMED]]
+            found = [
+                f"{self._about_silent(rank)}: it sent no last row, so it may have been killed"
+                for rank in ranks[:MOST_NAMED]
+            ]
             if len(ranks) > MOST_NAMED:
                 found.append(f"{len(ranks) - MOST_NAMED:,} more ranks sent no last row")
             return found + self._about_shared_gpus()

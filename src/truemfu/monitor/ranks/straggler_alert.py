@@ -20,7 +20,7 @@ _PHRASES: dict[Cause, str] = {
     "gpu": "has a GPU that is slower than the others' by up to {excess} in each step of {step}{detail}",
     "host": "is later than the others by {excess} in each step of {step}, because of its host",
     "blocked": "is blocked {excess} longer than the others in each step of {step}: it sleeps or waits for "
-    "something else than the other ranks",
+    "something that the other ranks do not wait for",
     "link": "arrives at collectives {excess} later than the others in each step of {step}, possibly because "
     "of its link (this cause is untested)",
     "work": "has more work than the others, up to {excess} in each step of {step} (uneven work, not a fault)",

@@ -181,7 +181,9 @@ class StepReader:
         try:
             flops = self._notices.with_warnings_collected(lambda: self._flops.of(note))
         except Exception as error:  # the rest of the row is known
-            flops = UnknownFlops(reason=f"its FLOPs could not be computed: {one_line(error)}", estimate=None)
+            flops = UnknownFlops(
+                reason=f"the step's FLOPs could not be computed: {one_line(error)}", estimate=None
+            )
         if note.extras.profile is not None:
             self.profile_cost_s += note.extras.profile.cost_s
             self._flops.learn_executed(note.extras.profile, flops)

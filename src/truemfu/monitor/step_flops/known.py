@@ -40,13 +40,15 @@ _MOST_FORMS = 64
 _STEPS_LISTED = 64
 _MOST_PROBLEMS = 3
 """Observations in a row that failed for the same reason, until it is no longer tried again at once."""
-_NOT_OBSERVED = "no step with its batch shapes was observed, and the observed ones do not determine its work"
-_OTHER_OPERATORS = "it ran other operators than the observed steps with the same batches"
+_NOT_OBSERVED = (
+    "no step with the same batch shapes was observed, and the observed ones do not determine the FLOPs"
+)
+_OTHER_OPERATORS = "the step ran other operators than the observed steps with the same batches"
 _NOT_REPEATED = "no observation was repeated, so equal batches may not mean equal work"
-_VARIES = "observed steps with the same batches did different work, so only observed ones are known"
-_CHANGED = "observed steps before and after it with the same batches did different work"
+_VARIES = "observed steps with the same batches did different work, so only observed steps have known FLOPs"
+_CHANGED = "observed steps before and after this one did different work with the same batches"
 _NO_BATCH = (
-    "no forward pass of a watched module with gradients was seen in it, so the shapes of its batch are "
+    "no forward pass of a watched module with gradients was seen in the step, so its batch shapes are "
     "unknown: attach the object you call (the compiled model, the wrapper), or call monitor.observe(batch)"
 )
 
@@ -181,8 +183,8 @@ class KnownSteps:
         agrees = form.add(_sizes(note), integers_of(count, _FITTED))
         if not agrees and not is_changed:
             self._notice(
-                f"steps before step {step} whose FLOPs came from a closed form may be wrong: that step "
-                "was observed and contradicts the form, which is fitted again",
+                f"FLOPs from a closed form may be wrong in steps before step {step}: that step was "
+                "observed and contradicts the closed form, which is now fitted again",
                 about="wrong form",
             )
 
@@ -225,7 +227,7 @@ class KnownSteps:
                 reason = alike.problem or (_VARIES if self._contradicted else _NOT_REPEATED)
                 return count if self._is_repeatable else Unknown(reason)
         if any(batch.lengths is None for batch in note.batches.notes):
-            return Unknown("the values of its batch were overwritten before they could be read")
+            return Unknown("the values of the step's batch were overwritten before they could be read")
         form = self._forms.get((note.state, note.nodes, note.passes))
         found = None if form is None else form.predict(_sizes(note))
         if found is not None and self._contradicted and not self._is_repeatable:

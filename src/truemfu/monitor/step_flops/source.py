@@ -48,9 +48,9 @@ _MAX_CACHED_PEAKS = 256
 _MAX_ESTIMATORS = 64
 _SPLIT_SEQUENCES = (
     "sequences are split over ranks (context parallel), and ring attention skips chunks, so the pairs of the "
-    "whole sequence are unknown: pass its FLOPs to log_step"
+    "whole sequence are unknown: pass the step's FLOPs to log_step"
 )
-_ZERO = "no matrix products, convolutions or attention were seen in it"
+_ZERO = "no matrix products, convolutions or attention were seen in the step"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +132,7 @@ class FlopsSource:
             return UnknownFlops(reason=self.refusal, estimate=None)
         if self._is_estimated(note):
             estimate = self._estimate(note)
-            reason = "the structure of the model gives no estimate"
+            reason = "the FLOPs cannot be estimated from the model's structure"
             return estimate or UnknownFlops(reason=reason, estimate=None)
         found = self.known.answer(note)
         if isinstance(found, Unknown):
@@ -287,7 +287,7 @@ class FlopsSource:
     def count(self, note: StepNote) -> FlopCount | Unknown:
         """The count behind `of`; unknown where FLOPs are given or estimated."""
         if note.extras.given_flops is not None or self._is_estimated(note):
-            return Unknown("its FLOPs were not counted")
+            return Unknown("the step's FLOPs were not counted")
         return self.known.answer(note) if self.refusal is None else Unknown(self.refusal)
 
 

@@ -220,8 +220,8 @@ class StepWatch:
         roots = self._hooks.models.roots
         if names := replaced_modules(module for model in roots for module in model.modules()):
             observer.fail(
-                f"kernels of {', '.join(names)} cannot be seen while they run; count_flops counts by the "
-                "forward that is registered for them"
+                f"kernels of {', '.join(names)} cannot be observed while they run; count_flops counts "
+                "them by the forward that is registered for them"
             )
         observer.enter()
         self._observer, self._is_whole, self.hindrance = observer, is_whole, None

@@ -37,7 +37,7 @@ class ValueSender:
         if not self._lock.acquire(timeout=_BUSY_TIMEOUT_S):
             self._notices(
                 f"the training thread has not returned from a call of the monitor for {_BUSY_TIMEOUT_S:g} s: "
-                "rows are written as far as they are complete"
+                "only complete rows are written"
             )
             return False
         try:

@@ -42,11 +42,11 @@ KeyPath = tuple[Any, ...]
 _PLAIN = (int, float, str, bool, type(None))
 _Tensor = torch.Tensor
 UNREADABLE = (
-    "the shapes of its batch cannot be read (nested tensors, objects that contain tensors, vmap and other "
+    "the step's batch shapes cannot be read (nested tensors, objects that contain tensors, vmap and other "
     "functorch transforms, or positional with keyword arguments to a forward(*args, **kwargs)), so only "
     "steps that were observed themselves have an MFU"
 )
-TOO_MANY = "it has too many micro-batches: is log_step called once per step?"
+TOO_MANY = "the step has too many micro-batches: is log_step called once per step?"
 
 
 @dataclass(eq=False)
@@ -250,7 +250,7 @@ class BatchNotes:
             first_run = Counter(id(note.template) for note in noted)
             again = Counter(id(note.template) for note in in_backward)
             if again - first_run:
-                missing = "some of its forward passes were seen in the backward pass alone"
+                missing = "some of the step's forward passes were seen only in the backward pass"
         found = StepBatches(noted or in_backward, missing)
         if not (missing or in_backward):
             self._last_step, self._last_noted = found, noted

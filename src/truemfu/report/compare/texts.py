@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ...text import duration, number, printable, share, shortened, size
+from ...text import counted, duration, number, printable, share, shortened, size
 from ..drawing.markdown import markdown_tables, markdown_text
 from ..drawing.tables import Table, digits, measures, table_of, words
 from .compare import FASTER, SLOWER, UNCLEAR, ComparedFigure, Comparison, Pair, Unmatched
@@ -44,7 +44,7 @@ def conclusions(comparison: Comparison) -> list[str]:
         elif comparison.is_within_limit:
             sentences.append(f"No slow-down beyond the limit of {limit}.")
         else:
-            sentences.append(f"No step time is beyond the limit of {limit}; what failed in B is.")
+            sentences.append(f"No step time is beyond the limit of {limit}, but experiments failed in B.")
     return sentences
 
 
@@ -190,7 +190,7 @@ def _steps(pair: Pair) -> str:
     )
     return " ".join(
         f"{side}: {'1 run' if runs == 1 else f'{runs} runs'}, {steps:,} steps after warm-up, "
-        f"equivalent to {independent:,.0f} independent ones."
+        f"as informative as {counted(round(independent), 'independent step')}."
         for side, runs, steps, independent in sides
     )
 
@@ -199,7 +199,7 @@ def remarks(comparison: Comparison) -> list[str]:
     """What the reader needs to know to trust the result, and notes about the files."""
     found = []
     if comparison.run_to_run is not None:
-        repeat = " Several runs in each folder measure it." if comparison.kind == "run" else ""
+        repeat = " To measure it, give several runs in each folder." if comparison.kind == "run" else ""
         found.append(
             "One run on each side does not show how much equal runs differ. The intervals include an assumed "
             f"standard deviation of {_percent(comparison.run_to_run)} between runs (--run-to-run).{repeat}"

@@ -236,8 +236,8 @@ def thinning(rows: int) -> str | None:
     if not _is_thinned(rows):
         return None
     return (
-        f"{rows:,} rows in groups of {_bucket_rows(rows):,}: each line is a group's median, the band behind "
-        "it reaches from its lowest to its highest."
+        f"{rows:,} rows in groups of {_bucket_rows(rows):,}: the line is the median of each group, the band "
+        "behind it the range from lowest to highest."
     )
 
 

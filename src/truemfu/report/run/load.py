@@ -23,7 +23,7 @@ from ...records import LOG_FILE, RUN_FILE, RunRecord, read_record
 from .log_rows import LogRows, ReadLog, read_log
 from .ranks import RanksOfRun, load_ranks
 
-_WITHOUT_RECORD = "device, versions and the run's summary are not known; the figures are those of its log"
+_WITHOUT_RECORD = "device, versions and the run's summary are unknown; the figures come from the log"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ def load_run(folder: Path | str) -> LoadedRun:
     elif summary is None:
         notes.append(
             "The run has no summary yet: it is still running, or it ended without closing its monitor; "
-            "the figures are those of its log."
+            "the figures come from the log."
         )
     elif summary.ended_by is not None:
         notes.append(f"The run was ended by {summary.ended_by}.")

@@ -76,7 +76,7 @@ def write_run_page(path: Path, run: LoadedRun, price_per_gpu_hour: float | None 
         nothing_to_remark=(
             "Nothing was lost, and there were no warnings."
             if record.summary is not None
-            else f"Not known: {NO_SUMMARY}."
+            else f"Warnings and lost data are {NO_SUMMARY}."
         ),
     )
 

@@ -96,20 +96,20 @@ def _verdict(shown: Sequence[_Shown]) -> tuple[list[str], list[tuple[str, str]]]
             (summary, name) for summary, name in summaries if getattr(summary, name_of_value) is not None
         ]
         if len(known) < 2:
-            unknown.append((f"which run has the highest {what}", "fewer than two runs have one"))
+            unknown.append((f"which run has the highest {what}", "fewer than two runs have this figure"))
             continue
         known.sort(key=lambda found: getattr(found[0], name_of_value), reverse=True)
         texts = [text(summary) for summary, _ in known]
         rest = ", ".join(f"{name} {shown}" for (_, name), shown in zip(known[1:], texts[1:], strict=True))
         if texts[0] == texts[-1]:
-            sentences.append(f"The same {what} in all runs that have one: {texts[0]}.")
+            sentences.append(f"The {what} is the same in all runs that have one: {texts[0]}.")
         else:
             sentences.append(f"Highest {what}: {known[0][1]} with {texts[0]}; {rest}.")
     devices = list(dict.fromkeys(one.results.record.device or "unknown" for one in shown))
     if len(devices) > 1:
         sentences.append(
-            f"The runs used different devices ({', '.join(devices)}): MFU is a share of each one's own peak, "
-            "and times are drawn in a chart for each device."
+            f"The runs used different devices ({', '.join(devices)}): MFU is relative to each device's own "
+            "peak, and times are drawn in a chart for each device."
         )
     sentences.append("`truemfu compare` tests whether a difference is more than noise.")
     return sentences, unknown

@@ -129,6 +129,6 @@ def _sum(parts: Sequence[WaterfallPart]) -> float:
 def _reading(parts: Sequence[WaterfallPart]) -> Iterator[str]:
     """Notes for reading this waterfall."""
     if any(part.share is not None and part.share < -_SHOWN for part in parts):
-        yield "A negative part is a gain: after it, more is left than before."
+        yield "A negative part is a gain: it adds to what is left."
     if abs(_sum(parts) - 1) > _SUM_TOLERANCE:
         yield f"The parts add up to {points(_sum(parts))} points, not to 100: one is unknown or wrong."

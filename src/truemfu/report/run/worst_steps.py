@@ -83,7 +83,7 @@ def _worst(row: LogRow, at: int, typical: float, usual: dict[str, float]) -> Wor
 
 def _cause(row: LogRow, at: int, excess: float, usual: dict[str, float]) -> tuple[str, str]:
     if row.is_observed:
-        return "observed", "its operators were observed to count FLOPs; no median includes it"
+        return "observed", "the step's operators were observed to count FLOPs; medians do not include it"
     if (waited := row.data_wait_s) is not None and waited - usual["data_wait_s"] >= _ENOUGH * excess:
         return "data wait", f"{duration(waited)} of it waiting for data"
     if row.is_warmup:
@@ -101,7 +101,7 @@ def _cause(row: LogRow, at: int, excess: float, usual: dict[str, float]) -> tupl
         what = f" and {row.forwards_between_steps:,} forward passes" if row.forwards_between_steps else ""
         return "pause", f"{duration(between)}{what} between steps, in no known pause"
     if paused := _paused(row):
-        return UNKNOWN_CAUSE, f"it follows {' and '.join(paused)}, whose time is not part of the step"
+        return UNKNOWN_CAUSE, f"after {' and '.join(paused)}, whose time is not part of the step"
     return UNKNOWN_CAUSE, "no logged cause explains half of the extra time"
 
 

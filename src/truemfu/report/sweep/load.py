@@ -93,7 +93,7 @@ def load_sweep(source: Path | str) -> LoadedSweep:
         expected = f"expected {LOGS} (*.log), {RESULTS} (*.json) or a {RECORD_FILE}"
         raise UsageError("; ".join([f"{source} does not contain a sweep: {expected}", *notes]))
     if foreign:
-        notes.append(f"left out, not experiments: {', '.join(foreign)}")
+        notes.append(f"ignored, because these are not experiments: {', '.join(foreign)}")
     if record is not None:
         _remove_other_sweeps(found, record, notes)
     trainers = _trainer_of_prefix(found)
@@ -163,7 +163,7 @@ def _record(path: Path, notes: list[str]) -> SweepRecord | None:
     try:
         return read_record(path, SweepRecord)
     except RecordError as error:
-        notes.append(f"{error}; experiments without a file are not known")
+        notes.append(f"{error}; experiments that left no file are unknown")
         return None
 
 
@@ -187,7 +187,7 @@ def _remove_other_sweeps(found: dict[str, Stored], record: SweepRecord, notes: l
     for name in others:
         del found[name]
     if others:
-        notes.append(f"left out, results of another sweep: {', '.join(others)}")
+        notes.append(f"ignored, because these are results of another sweep: {', '.join(others)}")
 
 
 def _remove_foreign_files(
@@ -200,7 +200,7 @@ def _remove_foreign_files(
         if stored.result is not None or name in requested:
             continue
         if stored.is_of_another:
-            notes.append(f"left out: {'; '.join(stored.faults)}")
+            notes.append(f"ignored: {'; '.join(stored.faults)}")
             del found[name]
         elif not _NAME.fullmatch(name):
             foreign.append(name)
@@ -229,7 +229,7 @@ def _entry(
         return replace(entry_of(stored.result), name=name)
     reasons = [*stored.faults]
     if is_running:
-        reasons.append("still running, or its supervisor ended before it finished")
+        reasons.append("still running, or the sweep ended before the experiment finished")
     missing: dict[str, Any] = {
         "end": Status.LOST.value if reasons else NOT_RUN,
         "reason": "; ".join(reasons) or "requested, but never started",

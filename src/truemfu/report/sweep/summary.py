@@ -54,7 +54,9 @@ def summarize(sweep: LoadedSweep) -> SweepSummary:
         notes.append("experiments on a CPU are left out of mean peak memory: the others ran on a GPU")
     without = [trainer for trainer, points in finished.items() if not points]
     if without and len(without) < len(finished):
-        notes.append(f"finished no experiment, and is left out of the common points: {', '.join(without)}")
+        notes.append(
+            f"the common points leave out trainers that finished no experiment: {', '.join(without)}"
+        )
     return SweepSummary(
         sweep_id=sweep.record.sweep_id if sweep.record is not None else None,
         created_at_s=sweep.record.created_at_s if sweep.record is not None else None,

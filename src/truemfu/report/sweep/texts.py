@@ -121,8 +121,8 @@ def _on(summary: SweepSummary) -> list[Field]:
 
 
 _SEVERAL_GPUS = (
-    " On several GPUs: tokens/s, MFU and HFU of all, step time of the slowest rank, memory of the fullest; "
-    "the batch is that of each rank."
+    " On several GPUs: tokens/s, MFU and HFU of all together, step time of the slowest rank, memory of the "
+    "rank that used most; the batch size is per rank."
 )
 
 
@@ -154,8 +154,8 @@ def experiments_table(summary: SweepSummary, price_per_gpu_hour: float | None = 
         summary.experiments,
         fields,
         sentence=(
-            "Median step time with its standard error; MFU is the model's work over time and peak, HFU the "
-            f"executed work. Peak memory: {summary.memory_kind or 'not measured'}."
+            "Median step time with its standard error; MFU is model FLOPs over step time and peak, HFU the "
+            f"same with executed FLOPs. Peak memory: {summary.memory_kind or 'not measured'}."
             + (_SEVERAL_GPUS if summary.scaling else "")
         ),
         keys=[trainers[row.trainer] for row in summary.experiments],
@@ -189,8 +189,8 @@ def _trainers(summary: SweepSummary) -> Table:
             digits("n", lambda row: row.finished_points),
         ],
         sentence=(
-            "Every experiment is in the rate. Compare the means over points that all trainers finished; "
-            "the others cover different points for each trainer."
+            "The success rate includes every experiment. Compare the means over common points, which all "
+            "trainers finished; the other means cover different points for each trainer."
         ),
     )
 
@@ -241,8 +241,8 @@ def _scaling(summary: SweepSummary) -> Table:
             ),
         ],
         sentence=(
-            "Tokens/s over n times the tokens/s of the same experiment on one GPU of the same kind, with the "
-            "same batch on each GPU."
+            "Tokens/s divided by n times the tokens/s of the same experiment on one GPU of the same kind, "
+            "with the same batch on each GPU."
         ),
     )
 

@@ -93,7 +93,7 @@ def _cost_of_privacy(summary: SweepSummary, unknown: list[tuple[str, str]]) -> I
         )
     for trainer in summary.trainers:
         if trainer.trainer in PRIVATE and trainer.trainer not in {row.trainer for row in known}:
-            why = f"it and {summary.baseline} finished no common point"
+            why = f"{trainer.trainer} and {summary.baseline} finished no common point"
             unknown.append((f"the cost of privacy with {trainer.trainer}", why))
 
 

@@ -146,7 +146,7 @@ def _note(ray: Any, jobs: JobsFolder, number: int, reference: Any) -> None:
     cause = None
     try:
         code = ray.get(reference)
-        reason = f"its task has ended, the node agent with exit code {code}"
+        reason = f"its Ray task has ended, and its node agent exited with code {code}"
     except Exception as error:
         reason = one_line(error)
         if isinstance(error, ray.exceptions.OutOfMemoryError):

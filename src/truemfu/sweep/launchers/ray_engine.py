@@ -68,9 +68,11 @@ class Ray:
                 env=driver_environment(address),
             )
         except subprocess.TimeoutExpired:
-            raise UsageError(f"Ray at {address} does not answer: is it running there?") from None
+            raise UsageError(f"Ray at {address} does not answer: check that Ray is running there") from None
         if done.returncode != 0:
-            said = [line for line in done.stdout.splitlines() if line.strip()][-1:] or ["it gives no reason"]
+            said = [line for line in done.stdout.splitlines() if line.strip()][-1:] or [
+                "Ray's driver failed without a message"
+            ]
             raise UsageError(shortened(on_one_line(said[0])))
 
     def submit(self, batch: Batch, jobs: JobsFolder, numbers: Sequence[int], after: Batch | None) -> str:
@@ -93,7 +95,7 @@ class Ray:
         until = time.monotonic() + _START_TIMEOUT_S
         while driver_pid(jobs) is None and time.monotonic() < until:
             if driver.poll() is not None:
-                raise UsageError(f"Ray's driver ends at once: {last_line_of(_log(jobs)) or 'without a word'}")
+                raise UsageError(f"Ray's driver exited at once: {last_line_of(_log(jobs)) or 'no message'}")
             time.sleep(0.05)
         return f"{socket.gethostname()}:{driver.pid}"
 
@@ -109,7 +111,7 @@ class Ray:
         if driver_pid(jobs) is None:
             last = last_line_of(_log(jobs))
             ended = JobState(
-                over=True, reason=f"the driver of its tasks has ended{f': {last}' if last else ''}"
+                over=True, reason=f"the driver of the Ray tasks has ended{f': {last}' if last else ''}"
             )
             states = {**dict.fromkeys(claimed, ended), **states}
         return states
@@ -177,7 +179,9 @@ def _check_answers(address: str) -> None:
             raise UsageError(f"ray_address must be host:port or auto; got {address!r}")
         socket.create_connection((host, int(port)), _CONNECT_TIMEOUT_S).close()
     except (OSError, OverflowError) as error:
-        raise UsageError(f"Ray at {address} does not answer ({error}): is it running there?") from None
+        raise UsageError(
+            f"Ray at {address} does not answer ({error}): check that Ray is running there"
+        ) from None
 
 
 def _check_machine(request: Request) -> None:

@@ -85,5 +85,5 @@ def check_settings(settings: ClusterSettings) -> None:
         if name in _OWN_OPTIONS:
             raise UsageError(
                 f"sbatch_options must not contain {name}, which the sweep sets itself: leave it out, or use "
-                "the key that stands for it"
+                "the sweep's own key for it"
             )

@@ -27,7 +27,7 @@ _COMMAND_TIMEOUT_S = 120.0
 
 _WAITING = "PENDING REQUEUED REQUEUE_FED REQUEUE_HOLD SPECIAL_EXIT RESV_DEL_HOLD".split()
 _STARTED = "RUNNING SUSPENDED COMPLETING CONFIGURING RESIZING STAGE_OUT SIGNALING STOPPED".split()
-_UNKNOWN = JobState(over=True, reason="neither its queue nor its accounting knows the job")
+_UNKNOWN = JobState(over=True, reason="the job is neither in Slurm's queue nor in its accounting")
 _CAUSES = {"OUT_OF_MEMORY": "memory", "TIMEOUT": "time", "DEADLINE": "time"}
 
 
@@ -49,7 +49,7 @@ class Slurm:
         _run(
             ["sbatch", "--test-only", *self._options(request), "--array=0"],
             script="#!/bin/sh\n",
-            refused="Slurm refuses such jobs",
+            refused="Slurm rejects a test job with these options",
         )
 
     def submit(self, batch: Batch, jobs: JobsFolder, numbers: Sequence[int], after: Batch | None) -> str:
@@ -73,7 +73,7 @@ class Slurm:
             f"export {ENGINE_JOB_VARIABLE}\n"
             f'exec {agent} "$SLURM_ARRAY_TASK_ID"\n'
         )
-        answer = _run(["sbatch", *options], script=script, refused="Slurm refuses these jobs")
+        answer = _run(["sbatch", *options], script=script, refused="Slurm rejects these jobs")
         return answer.strip().partition(";")[0]
 
     def find(self, batch: Batch, jobs: JobsFolder) -> str | None:
@@ -94,7 +94,9 @@ class Slurm:
         # A batch that was submitted twice (see `find`) has two arrays: that of the claim counts.
         own = batch.engine_job
         names = {n: job or f"{own}_{n}" for n, job in claimed.items() if job or own}
-        states = dict.fromkeys(claimed.keys() - names, JobState(over=True, reason="it was never submitted"))
+        states = dict.fromkeys(
+            claimed.keys() - names, JobState(over=True, reason="the job was never submitted")
+        )
         if not names:
             return states
         arrays = ",".join(sorted({name.partition("_")[0] for name in names.values()}))
@@ -113,7 +115,7 @@ class Slurm:
         return {**states, **{number: found[name] for number, name in names.items() if name in found}}
 
     def cancel(self, batch: Batch, jobs: JobsFolder) -> None:
-        _run(["scancel", f"--name={_job_name(batch)}"], refused="Slurm does not cancel the jobs")
+        _run(["scancel", f"--name={_job_name(batch)}"], refused="Slurm did not cancel the jobs")
 
     def _options(self, request: Request) -> list[str]:
         settings = self._settings
@@ -167,7 +169,9 @@ def _by_scontrol(names: Iterable[str]) -> dict[str, JobState]:
         if "JobState" in fields:
             found[name] = _state(fields["JobState"], fields.get("Reason", ""))
         elif answer:
-            found[name] = JobState(over=True, reason="it no longer knows the job, and has no accounting")
+            found[name] = JobState(
+                over=True, reason="the job is no longer in the queue, and there is no accounting"
+            )
     return found
 
 
@@ -196,7 +200,7 @@ def _run(command: Sequence[str], *, script: str = "", refused: str) -> str:
     try:
         done = _called(command, script)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise UsageError(f"{refused}: {command[0]} does not work: {on_one_line(str(error))}") from error
+        raise UsageError(f"{refused}: {command[0]} failed: {on_one_line(str(error))}") from error
     if done.returncode == 0:
         return done.stdout
     said = [

@@ -134,8 +134,8 @@ def _cancel(folder: SweepFolder, found: SubmittedBatch) -> int:
             time.sleep(_CANCEL_POLL_S)
     if running:
         raise UsageError(
-            f"{len(running)} jobs have not ended {_CANCEL_TIMEOUT_S:.0f} s after {engine.name} was told to "
-            "cancel them: call --cancel again later"
+            f"{len(running)} jobs have not ended {_CANCEL_TIMEOUT_S:.0f} s after {engine.name} was asked to "
+            "cancel them: run --cancel again later"
         )
     count = len(found.left) - finished
     found.jobs.remove()

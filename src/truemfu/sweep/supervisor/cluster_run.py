@@ -82,7 +82,7 @@ class ClusterRun:
             self._batches.append(found)
             self._recover(found)
             number = counted(len(found.left), "experiment")
-            report(f"{number} on {self._engine.name} already: job {found.batch.engine_job}")
+            report(f"{number} already submitted to {self._engine.name}: job {found.batch.engine_job}")
         return self.names
 
     def run(self, pending: Sequence[str], state: SweepState) -> None:
@@ -121,7 +121,9 @@ class ClusterRun:
                     continue
                 if not self._batches:
                     raise
-                state.message(f"{counted(len(self._unsubmitted), 'experiment')} submitted later: {error}")
+                state.message(
+                    f"{counted(len(self._unsubmitted), 'experiment')} will be submitted later: {error}"
+                )
                 return
             names = set(submitted.batch.names)
             self._unsubmitted = [name for name in self._unsubmitted if name not in names]

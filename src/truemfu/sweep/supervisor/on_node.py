@@ -50,10 +50,10 @@ def main(arguments: Sequence[str]) -> int:
     try:
         claimed = jobs.try_claim(number, engine_job=os.environ.get(ENGINE_JOB_VARIABLE))
     except FileNotFoundError:
-        print("not run: its sweep no longer waits for it")
+        print("not run: the sweep no longer waits for this experiment")
         return 0
     if not claimed:
-        print("not run: it was already started once, or withdrawn")
+        print("not run: the experiment was already started once, or withdrawn")
         return 0
     try:
         batch, order = jobs.read_batch(), jobs.read(number, WorkerOrder)
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
         order = None
     if order is None:
         jobs.drop_claim(number)
-        print("not run: its sweep no longer waits for it")
+        print("not run: the sweep no longer waits for this experiment")
         return 0
     if not stop.requested:
         _run(batch, order, jobs, number, stop)

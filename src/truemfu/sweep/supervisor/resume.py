@@ -81,7 +81,7 @@ def end_leftovers(
                     progress_path=str(folder.progress(name)),
                     log_path=str(folder.log(name)),
                 )
-                message = "its supervisor ended before it finished"
+                message = "the sweep ended before the experiment finished"
                 save(folder, without_answer(folder, order, Status.LOST, message, began_at_s=left.began_at_s))
         folder.remove_running(name)
 

@@ -223,7 +223,9 @@ class CaseRun:
 
     def _check_device(self) -> None:
         if self._device.type == "cuda" and not torch.cuda.is_available():
-            raise UsageError("no CUDA device is visible to this process: use device 'cpu', or see nvidia-smi")
+            raise UsageError(
+                "no CUDA device is visible to this process: use device 'cpu', or check nvidia-smi"
+            )
         self._own_environment = environment(self._device, self._order.git_commit)
         names = {rank.device_name for rank in self._group.gather(self._own_environment)}
         self._environment = msgspec.structs.replace(
@@ -303,6 +305,6 @@ def _why_incorrect(case: SweepCase, check: GradientCheck) -> str:
         return f"the step of {case.trainer} produces NaN or infinite parameters {where}"
     loop = "clipped per-sample gradient" if check.clipped else "per-sample gradient"
     return (
-        f"the step of {case.trainer} differs from the mean {loop} by {check.relative_error:.1e} "
-        f"(allowed: {check.tolerance:.0e}) {where}"
+        f"the step of {case.trainer} differs from the mean {loop} by a relative error of "
+        f"{check.relative_error:.1e} (allowed: {check.tolerance:.0e}) {where}"
     )

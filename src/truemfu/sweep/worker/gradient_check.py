@@ -161,7 +161,10 @@ def _loop(model: nn.Module, batch: Batch, samples: int) -> tuple[list[Changes], 
         alone.append(loss.detach())
         gradients.append(_gradient(model, loss))
     if not torch.allclose(torch.stack(alone), together, rtol=1e-3, atol=1e-5):
-        return [], "its loss alone differs from its loss in the batch (batch normalisation, or randomness?)"
+        return (
+            [],
+            "a sample's loss alone differs from its loss in the batch (batch normalisation, or randomness?)",
+        )
     return gradients, None
 
 

@@ -25,7 +25,7 @@ def write_line(text: str) -> None:
 def send(result: CaseResult, answer: plain_files.Descriptor) -> int:
     """Send the result through memory, which no disk can lose; returns the worker's exit code."""
     if not answer.is_ours:
-        write_line("the result cannot be sent: the trainer has closed every descriptor")
+        write_line("the result cannot be sent: the trainer has closed every file descriptor")
         return 1
     plain_files.write_all(answer.number, encode(result))
     return 0 if result.end is Status.OK else 1
