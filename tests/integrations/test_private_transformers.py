@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from truemfu.errors import UsageError
 from truemfu.private import PrivateOptimizer, losses_by_sample
 
 transformers = pytest.importorskip("transformers")
@@ -62,3 +63,15 @@ def test_the_trainer_takes_the_steps_of_a_bare_loop(tmp_path: Path) -> None:
     assert callback.private.gradient_error is not None
     assert callback.private.gradient_error < 1e-4
     assert "training_step" not in vars(trainer)
+
+
+def test_loss_scaling_is_refused(tmp_path: Path) -> None:
+    from truemfu.integrations.private_transformers import PrivateCallback
+
+    arguments = transformers.TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True)
+    trainer = transformers.Trainer(
+        model=made(), args=arguments, train_dataset=rows(), callbacks=[PrivateCallback(**SETTINGS)]
+    )
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(UsageError, match="does not support loss scaling: use bf16=True"):
+        trainer.train()

@@ -26,6 +26,7 @@ def batch() -> torch.Tensor:
 def main(rank: int, folder: Path, parallel: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     model = Network(SEED)
+    model.register_buffer("constant", torch.ones(2))
     if parallel == "ddp":
         called: torch.nn.Module = torch.nn.parallel.DistributedDataParallel(model)
     else:
@@ -39,6 +40,9 @@ def main(rank: int, folder: Path, parallel: str) -> None:
         private = PrivateOptimizer(
             called, optimizer, max_grad_norm=0.5, noise_multiplier=noise, check_every=every
         )
+        if parallel == "ddp":  # a rank whose batch is empty keeps no other waiting
+            private.backward(losses_of, batch()[: 4 * (1 - rank)])
+            private.step()
         torch.manual_seed(5)  # as scripts do: the same on every rank
         for part, sizes in zip(batch().split([4, 4]), MICRO_BATCHES, strict=True):
             private.backward(losses_of, part.split(sizes)[rank])
@@ -50,6 +54,11 @@ def main(rank: int, folder: Path, parallel: str) -> None:
         }
         torch.save(found, folder / f"{noise:g}_{rank}.pt")
         private.remove()
+    if parallel == "ddp":  # which adds gradients again
+        called.zero_grad()
+        losses_of(called, batch()[4 * rank :][:4]).mean().backward()
+        plain = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        torch.save(plain, folder / f"plain_{rank}.pt")
     dist.destroy_process_group()
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from networks import PARTS, VOCAB, WIDTH, LoRA, Network, loop, losses_of, relative_error
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -68,6 +69,34 @@ def test_norms_accumulate_in_fp32_under_bf16() -> None:
     norms = nn.LayerNorm(2).bfloat16()
     found = BookKeeping(norms, 1.0).clipped_sum(lambda model, x: model(x).float().sum((1, 2)), norms, x)
     torch.testing.assert_close(found.norms, torch.full((2,), 10_000 * 2**0.5), rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.01])
+@pytest.mark.parametrize("inside_autocast", [False, True])
+def test_positions_that_cancel_in_bf16_leave_no_sample_unclipped(share: float, inside_autocast: bool) -> None:
+    """The input is nearly the same at all positions, and the output's gradients add up to nearly zero."""
+    torch.manual_seed(1)
+    layer = nn.Linear(256, 256, bias=False).bfloat16()
+    x = (torch.randn(256) + share * torch.randn(3, 64, 256)).bfloat16()
+    grads = torch.randn(3, 64, 256)
+    grads = (grads - grads.mean(1, keepdim=True)).bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside_autocast):
+        found = BookKeeping(layer, 1.0).clipped_sum(
+            lambda model, x: (model(x).float() * grads).sum((1, 2)), layer, x
+        )
+    expected = (grads.double().mT @ x.double()).flatten(1).norm(dim=1)
+    torch.testing.assert_close(found.norms.double(), expected, rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("length", [8, 400])
+def test_small_gradients_in_fp16_are_not_of_norm_zero(length: int) -> None:
+    layer = nn.Linear(64, 64, bias=False).half()
+    x = torch.randn(3, length, 64).half()
+    found = BookKeeping(layer, 1.0).clipped_sum(
+        lambda model, x: 1e-5 * model(x).float().sum((1, 2)), layer, x
+    )
+    expected = 1e-5 * 8 * x.double().sum(1).norm(dim=1)
+    torch.testing.assert_close(found.norms.double(), expected, rtol=1e-2, atol=0)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -152,6 +181,18 @@ class Bare(nn.Module):
         self.matrix = nn.Parameter(torch.ones(2, 2))
 
 
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain, self.drop = nn.Parameter(torch.ones(2)), nn.Dropout(0.1)
+
+
+def patched() -> nn.Module:
+    layer = nn.Linear(2, 2)
+    layer.forward = lambda x: 2 * x  # type: ignore[method-assign]
+    return layer
+
+
 class Inside(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -172,6 +213,9 @@ class Inside(nn.Module):
         (Scaled(4, 2), r"layer \(Scaled\) is not supported"),
         (Bare(), r"layer \(Bare\) is not supported"),
         (Inside(), r"layer \(Inside\) is not supported"),
+        (Dropping(), r"layer \(Dropping\) .* both dropout and trained parameters"),
+        (patched(), r"layer \(Linear\) has a forward method of its own"),
+        (nn.Linear(2, 2, dtype=torch.complex64), "has complex parameters"),
         (nn.Embedding(4, 2, max_norm=1.0), "has max_norm=1.0"),
         (nn.Embedding(4, 2, scale_grad_by_freq=True), "has scale_grad_by_freq=True"),
         (nn.Conv1d(2, 2, 3, padding=1, padding_mode="circular"), "has padding_mode='circular'"),
@@ -210,6 +254,7 @@ def test_a_module_whose_vector_does_more_than_scale_is_refused() -> None:
             return x * self.weight.mean()
 
     model = nn.Sequential(nn.Embedding(VOCAB, WIDTH), Mean(), nn.Linear(WIDTH, VOCAB))
+    nn.init.zeros_(model[0].weight)  # as behind an adapter's first values
     with pytest.raises(ModelError, match=r"1 \(Mean\) is not supported: its parameter 'weight'"):
         BookKeeping(model, 1.0).clipped_sum(losses_of, model, batch())
 
@@ -227,6 +272,29 @@ def test_a_parameter_used_outside_of_its_layer_is_refused() -> None:
     with pytest.raises(ModelError, match=r"gradients of tokens\.weight are unknown: it is used outside"):
         BookKeeping(model, 1.0).clipped_sum(losses_of, model, batch())
     assert model.tokens.weight.grad is None
+
+
+def test_a_backward_pass_inside_of_the_losses_is_refused() -> None:
+    model = nn.Sequential(nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB))
+
+    def penalised(called: nn.Sequential, ids: Tensor) -> Tensor:
+        x = called[0](ids)
+        (slopes,) = torch.autograd.grad(called[1](x).square().sum(), x, create_graph=True)
+        return slopes.square().mean((1, 2))
+
+    with pytest.raises(ModelError, match="run a backward pass of their own"):
+        BookKeeping(model, 1.0).clipped_sum(penalised, model, batch())
+
+
+def test_other_tensors_in_place_of_parameters_are_refused() -> None:
+    model = Network(1)
+    others = {name: 2 * p for name, p in model.named_parameters()}
+    with pytest.raises(ModelError, match="runs with other tensors in place of its parameters"):
+        BookKeeping(model, 1.0).clipped_sum(
+            lambda called, ids: losses_of(lambda ids: functional_call(called, others, (ids,)), ids),
+            model,
+            batch(),
+        )
 
 
 def test_a_layer_that_does_not_see_samples_first_is_refused() -> None:

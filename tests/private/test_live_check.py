@@ -139,6 +139,30 @@ def test_positions_taken_for_samples_are_found_where_their_number_is_equal() -> 
         made(Positions()).backward(losses_of, batch(4, 5))
 
 
+def test_samples_without_a_gradient_are_right() -> None:
+    private = made(Network(1), noise_multiplier=0.0)
+    private.backward(lambda model, ids: 0 * losses_of(model, ids), batch())
+    private.step()
+    assert private.gradient_error == 0
+
+
+def test_a_caught_error_does_not_let_the_next_batch_pass() -> None:
+    private = made(Mixing())
+    for _ in range(2):
+        with pytest.raises(ModelError, match="private gradient of step 1 is wrong"):
+            private.backward(losses_of, batch())
+
+
+def test_an_empty_first_batch_does_not_put_the_check_off() -> None:
+    private = made(Network(1), expected_batch_size=4)
+    private.backward(losses_of, batch(0))
+    private.step()
+    assert private.gradient_error is None
+    private.backward(losses_of, batch(0))
+    private.backward(losses_of, batch())
+    assert private.gradient_error is not None
+
+
 def test_it_warns_by_choice_and_the_limit_can_be_set() -> None:
     private = made(Mixing(), when_wrong="warn")
     with pytest.warns(TruemfuWarning, match="private gradient of step 1 is wrong"):

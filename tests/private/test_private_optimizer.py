@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
+
 import pytest
 import torch
 from networks import VOCAB, WIDTH, Network, loop, losses_of, relative_error
@@ -139,6 +143,124 @@ def test_a_gradient_from_before_is_not_part_of_a_step() -> None:
     assert relative_error(gradients(private), expected) < 1e-10
 
 
+def step(private: PrivateOptimizer) -> None:
+    private.backward(losses_of, batch())
+    private.step()
+
+
+def unfreeze(model: nn.Sequential, private: PrivateOptimizer) -> None:
+    model[1].requires_grad_(True)
+
+
+def freeze(model: nn.Sequential, private: PrivateOptimizer) -> None:
+    model[2].requires_grad_(False)
+
+
+def add(model: nn.Sequential, private: PrivateOptimizer) -> None:
+    model.append(nn.Linear(VOCAB, VOCAB))
+    private.optimizer.add_param_group({"params": list(model[3].parameters())})
+
+
+def mix(model: nn.Sequential, private: PrivateOptimizer) -> None:
+    model.insert(1, nn.BatchNorm1d(5, affine=False))
+
+
+def of_a_frozen_layer(model: nn.Sequential, private: PrivateOptimizer) -> None:
+    model[1].weight.grad = torch.ones(WIDTH, WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (unfreeze, r"1\.bias was frozen, unfrozen, added or removed"),
+        (freeze, r"2\.bias was frozen, unfrozen, added or removed"),
+        (add, r"3\.bias was frozen, unfrozen, added or removed"),
+        (mix, r"1 \(BatchNorm1d\) mixes samples"),
+        (of_a_frozen_layer, r"of shape \(8, 8\) has a gradient that is not private"),
+    ],
+)
+def test_a_change_between_steps_is_refused(
+    change: Callable[[nn.Sequential, PrivateOptimizer], None], message: str
+) -> None:
+    model = nn.Sequential(nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, VOCAB))
+    model[1].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)  # with the frozen layer
+    private = PrivateOptimizer(model, optimizer, max_grad_norm=0.5, noise_multiplier=1.0)
+    step(private)
+    change(model, private)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    with pytest.raises(ModelError, match=message):
+        step(private)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_a_parameter_that_the_model_does_not_have_gets_no_step() -> None:
+    model, temperature = Network(1), nn.Parameter(torch.ones(()))
+    private = made(model)
+    private.optimizer.add_param_group({"params": [temperature]})
+    private.backward(lambda called, ids: losses_of(called, ids) * temperature, batch())
+    with pytest.raises(ModelError, match=r"of shape \(\) has a gradient that is not private"):
+        private.step()
+    assert temperature == 1
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.LBFGS])
+def test_a_closure_is_refused(kind: type[torch.optim.Optimizer]) -> None:
+    model = Network(1)
+    private = PrivateOptimizer(model, kind(model.parameters()), max_grad_norm=1.0, noise_multiplier=1.0)
+    private.backward(losses_of, batch())
+
+    def closure() -> float:
+        loss = losses_of(model, batch()).mean()
+        loss.backward()
+        return loss.item()
+
+    with pytest.raises(UsageError, match="takes no closure"):
+        private.optimizer.step(closure)
+
+
+def test_a_copy_without_noise_cannot_be_made() -> None:
+    private = made(Network(1))
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(UsageError, match="cannot be copied or pickled"):
+            copied(private)
+
+
+def test_a_scheduler_and_a_loaded_state_keep_the_noise() -> None:
+    model = Network(1)
+    optimizer = torch.optim.Adam(model.parameters())
+    private = PrivateOptimizer(model, optimizer, max_grad_norm=0.5, noise_multiplier=1e6)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, 10)
+    for _ in range(2):
+        private.backward(losses_of, batch())
+        optimizer.step()
+        scheduler.step()
+        noise = torch.cat([value.flatten() for value in gradients(private).values()])
+        assert noise.std().item() == pytest.approx(1e6 * 0.5 / 4, rel=0.15)
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def test_a_sum_of_many_micro_batches_does_not_stop_growing_in_bf16() -> None:
+    private = made(nn.Linear(1, 1, bias=False).bfloat16(), max_grad_norm=1.0, expected_batch_size=1)
+    for _ in range(1000):
+        private.backward(lambda model, x: model(x).float().sum(1), torch.full((1, 1), 2.0).bfloat16())
+    private.step()
+    assert gradients(private)["weight"].item() == 1000
+
+
+def test_the_optimizer_of_accelerate_takes_private_steps() -> None:
+    model = Network(1)
+    optimizer = (
+        pytest.importorskip("accelerate")
+        .Accelerator(cpu=True)
+        .prepare(torch.optim.SGD(model.parameters(), lr=1.0))
+    )
+    private = PrivateOptimizer(model, optimizer, max_grad_norm=0.5, noise_multiplier=1e6)
+    private.backward(losses_of, batch())
+    optimizer.step()
+    assert min(value.std().item() for value in gradients(private).values() if value.numel() > 8) > 1e4
+
+
 def test_an_optimizer_of_other_parameters_is_refused() -> None:
     model = Network(10)
     stale = torch.optim.SGD([p.detach().clone().requires_grad_() for p in model.parameters()], lr=1.0)
@@ -152,6 +274,19 @@ def test_an_optimizer_of_other_parameters_is_refused() -> None:
 def test_wrong_settings_are_one_line() -> None:
     with pytest.raises(UsageError, match="max_grad_norm above 0"):
         made(Network(0), max_grad_norm=0.0)
+    for name, value in (
+        *(
+            ("max_grad_norm", float("nan")),
+            ("max_grad_norm", float("inf")),
+            ("noise_multiplier", float("nan")),
+        ),
+        *(("noise_multiplier", float("inf")), ("expected_batch_size", 0), ("expected_batch_size", -4)),
+        *(("check_every", 0), ("check_samples", 0), ("check_limit", float("nan"))),
+    ):
+        with pytest.raises(UsageError, match=name):
+            made(Network(0), **{name: value})
+    with pytest.raises(ModelError, match="does not support DataParallel"):
+        made(nn.DataParallel(Network(0)))
     with pytest.raises(UsageError, match="torchcsprng, as in Opacus"):
         made(Network(0), secure_mode=True)
 

@@ -42,6 +42,9 @@ def test_two_ranks_are_one_process_with_all_samples(parallel: str, tmp_path: Pat
     assert relative_error(without[0], alone()) < 1e-5
     assert relative_error(without[1], without[0]) == 0
     assert relative_error(noisy[1], noisy[0]) == 0
+    if parallel == "ddp":
+        plain = [torch.load(tmp_path / f"plain_{rank}.pt") for rank in range(2)]
+        assert relative_error(plain[1], plain[0]) == 0
     noise = torch.cat([value.flatten() for value in noisy[0].values()])
     assert noise.std().item() == pytest.approx(1e4 * 0.5 / 8, rel=0.1)
     whole = [value for value in noisy[0].values() if value.dim() > 1 and len(value) % 2 == 0]

@@ -41,8 +41,9 @@ class PrivateCallback(transformers.TrainerCallback):  # type: ignore[misc]
         trainer = trainer_that_calls(self)
         if trainer is None:
             raise UsageError("PrivateCallback found no Trainer: pass it in callbacks=[…]")
-        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # inside that of accelerate
-        self.private = private = PrivateOptimizer(trainer.model_wrapped, optimizer, **self._settings)
+        if trainer.accelerator.scaler is not None:
+            raise UsageError("private training does not support loss scaling: use bf16=True in place of fp16")
+        self.private = private = PrivateOptimizer(trainer.model_wrapped, trainer.optimizer, **self._settings)
 
         def losses_of(model: Any, inputs: Any) -> Tensor:
             with trainer.compute_loss_context_manager():

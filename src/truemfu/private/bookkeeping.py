@@ -8,7 +8,7 @@ one product per use ─► the sum of the clipped gradients; no gradient of a si
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -44,8 +44,8 @@ class BookKeeping:
         self._layers: Sequence[Layer] = supported_layers(model)
         if not self._layers:
             raise ModelError(f"{type(model).__name__} has no trained parameters")
-        self._modules = dict(model.named_modules())
-        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._model = model
+        self.parameters = _trained(model)
 
     def clipped_sum(
         self, losses_of: Losses, model: nn.Module, batch: Any, among: Sequence[int] | None = None
@@ -54,14 +54,15 @@ class BookKeeping:
 
         `model` is what `losses_of` calls: the model itself, or a wrapper of it.
         """
-        for name, module in self._modules.items():
-            check_keeps_samples_apart(name, module)  # a later call of train() may have changed it
+        self._check_unchanged()
         samples = samples_of(batch)
         with self._no_other_gradients(), recording(self._layers, samples) as uses:
             losses = losses_of(model, batch)
             _check_losses(losses, samples)
+            if uses:
+                raise ModelError("the losses run a backward pass of their own: it is not supported")
             torch.autograd.backward(losses.sum())
-        with torch.no_grad():
+        with torch.no_grad(), _without_autocast(losses.device):
             squares = [squared_norms(of_one, samples) for of_one in uses.values()]
             norms = torch.stack(squares).sum(0).sqrt() if squares else losses.new_zeros(samples)
             weights = self.weights(norms)
@@ -76,10 +77,22 @@ class BookKeeping:
             for name, parameter in self.parameters.items():
                 total = torch.zeros(())
                 for at, use in enumerate(uses.pop(name, ())):
-                    found = use.weighted_sum(weights).to(parameter.dtype)
+                    found = use.weighted_sum(weights)
+                    found = found.to(torch.promote_types(found.dtype, parameter.dtype))
                     total = total + found if at else found
                 sums[name] = total if total.dim() else zeros_like(parameter)
         return ClippedSum(losses.detach(), norms, epsilon, sums)
+
+    def _check_unchanged(self) -> None:
+        """Since the layers were checked."""
+        for name, module in self._model.named_modules():
+            check_keeps_samples_apart(name, module)
+        changed = _trained(self._model).keys() ^ self.parameters.keys()
+        if changed:
+            raise ModelError(
+                f"{min(changed)} was frozen, unfrozen, added or removed since the model was checked: make a "
+                "new PrivateOptimizer"
+            )
 
     def weights(self, norms: Tensor) -> Tensor:
         """What each sample's gradient is multiplied by: 1, or less if its norm is above the largest."""
@@ -102,6 +115,18 @@ class BookKeeping:
                 f"the per-sample gradients of {found[0]} are unknown: it is used outside of its layer, or "
                 "torch.compile has dropped the layer's hooks"
             )
+
+
+def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def _without_autocast(device: torch.device) -> AbstractContextManager[None]:
+    """It would round the products of norms, if `backward` is called inside of it."""
+    if not (torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)):
+        return nullcontext()
+    context: AbstractContextManager[None] = torch.autocast(device.type, enabled=False)
+    return context
 
 
 def _check_losses(losses: Any, samples: int) -> None:

@@ -62,7 +62,8 @@ def gradient_error(
                 left[name] -= gradient * scale.to(gradient.dtype)
         whole = torch.stack(list(norms.values())).norm()
         errors = [
-            left[name].norm(dtype=_accumulated(left[name])) / torch.maximum(norm, SMALLEST_SHARE * whole)
+            left[name].norm(dtype=_accumulated(left[name]))
+            / torch.maximum(norm, SMALLEST_SHARE * whole).clamp(min=torch.finfo(norm.dtype).tiny)
             for name, norm in norms.items()
         ]
         worst = torch.stack(errors).max().item()

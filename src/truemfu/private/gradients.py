@@ -143,7 +143,7 @@ def _parts(samples: int, elements: int) -> Iterator[slice]:
 
 
 def _norms_of_gradients(uses: Sequence[Outer], part: slice) -> Tensor:
-    products = (left.mT @ right for left, right in (use.factors(part) for use in uses))
+    products = (_product(left.mT, right) for left, right in (use.factors(part) for use in uses))
     gradient = next(products)
     for product in products:
         gradient = gradient + product
@@ -156,11 +156,11 @@ def _ghost_norms(uses: Sequence[Outer], part: slice) -> Tensor:
     for at, (left, right) in enumerate(factors):
         for other, (other_left, other_right) in enumerate(factors[: at + 1]):
             common = torch.promote_types(right.dtype, other_right.dtype)  # they may differ under autocast
-            rights = right.to(common) @ other_right.to(common).mT
+            rights = _product(right.to(common), other_right.to(common).mT)
             lefts = _left_gram(
                 left, other_left, isinstance(uses[at], Lookup), isinstance(uses[other], Lookup)
             )
-            products = lefts.to(_at_least_fp32(rights)).mul_(rights)
+            products = lefts.to(rights.dtype).mul_(rights)
             squares = products.unflatten(0, (-1, uses[0].groups)).sum((1, 2, 3))
             total = total + (squares if at == other else 2 * squares)
     return total.clamp(min=0)
@@ -174,14 +174,27 @@ def _left_gram(left: Tensor, other: Tensor, is_lookup: bool, is_other_lookup: bo
         return other.gather(2, left.mT.expand(-1, other.shape[1], -1)).mT
     if is_other_lookup:
         return left.gather(2, other.mT.expand(-1, left.shape[1], -1))
-    return left @ other.mT
+    return _product(left, other.mT)
+
+
+def _product(one: Tensor, other: Tensor) -> Tensor:
+    """In at least fp32: positions may cancel each other, and then a norm of rounded products is mostly
+    rounding. A sample whose norm is found too small is not clipped.
+    """
+    dtype = at_least_fp32(one)
+    if dtype == one.dtype:
+        return one @ other
+    if one.is_cuda and torch.version.cuda and "dtype" in torch.ops.aten.bmm.overloads():
+        found: Tensor = torch.ops.aten.bmm.dtype(one, other, dtype)  # without copies in fp32
+        return found
+    return one.to(dtype) @ other.to(dtype)
 
 
 def _squares(gradients: Tensor) -> Tensor:
-    dtype = _at_least_fp32(gradients)
+    dtype = at_least_fp32(gradients)
     norms: Tensor = torch.linalg.vector_norm(gradients.flatten(1), dim=1, dtype=dtype)
     return norms.square()
 
 
-def _at_least_fp32(values: Tensor) -> torch.dtype:
+def at_least_fp32(values: Tensor) -> torch.dtype:
     return torch.promote_types(values.dtype, torch.float32)

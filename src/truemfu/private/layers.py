@@ -7,7 +7,7 @@
     any other module with 1-D parameters only     the same by autograd, on a copy of them for each sample
 
 The last kind is for the RMS norms of transformers and the like. Whether a module's parameters only scale and
-shift is tested on its first input: two samples with other copies must be as if each had run alone.
+shift is tested in its first pass: two samples with other copies must be as if each had run alone.
 
 A model is refused by name, before training, if another layer has trained parameters, or if a layer would mix
 samples or keep statistics of the data.
@@ -25,6 +25,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from ..errors import ModelError
+from .check import dropouts_of
 from .gradients import Convolution, ConvolutionSettings, Gradient, Lookup, Outer, Sums
 
 Rule = Callable[[Any, Tensor, Tensor], Gradient]
@@ -94,6 +95,8 @@ def _rules_for(name: str, module: nn.Module, trained: Sequence[str]) -> Mapping[
     inner = sum(1 for _ in module.parameters())
     own = [parameter.dim() for parameter in module.parameters(recurse=False)]
     if len(own) == inner and set(own) == {1}:
+        if any(probability for _, _, probability in dropouts_of(module)):
+            raise ModelError(f"{what} is not supported: it has both dropout and trained parameters")
         return {key: _Elementwise(what, key) for key in trained}
     raise ModelError(
         f"{what} is not supported: per-sample gradients are known for linear layers, embeddings, "
@@ -102,7 +105,11 @@ def _rules_for(name: str, module: nn.Module, trained: Sequence[str]) -> Mapping[
 
 
 def _unusual(module: nn.Module) -> str | None:
-    """An option of a known layer that changes its gradient."""
+    """What changes the gradient of a known layer."""
+    if "forward" in vars(module):
+        return "a forward method of its own"
+    if any(parameter.is_complex() for parameter in module.parameters()):
+        return "complex parameters"
     if isinstance(module, nn.Embedding):
         options = ("max_norm", "scale_grad_by_freq", "sparse")
         return next((f"{name}={getattr(module, name)}" for name in options if getattr(module, name)), None)
@@ -197,7 +204,9 @@ class _Elementwise:
     def __call__(self, module: nn.Module, x: Tensor, grad: Tensor) -> Gradient:
         parameter: Tensor = getattr(module, self._key).detach()
         if not self._is_tested:
-            self._test(module, parameter, x[:1])
+            # Not x itself, which may be zero: then any parameter would pass.
+            one = torch.linspace(-1, 2, x[:1].numel(), dtype=x.dtype, device=x.device).view_as(x[:1])
+            self._test(module, parameter, one)
             self._is_tested = True
         with torch.enable_grad():
             copies = self._copies(parameter.expand(len(x), -1), x).requires_grad_()

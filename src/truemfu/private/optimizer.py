@@ -4,14 +4,16 @@
     step(), or optimizer.step() ─► the sum of all ranks, one draw of noise, divided ─► `.grad` ─► the update
 
 Noise is added by a hook of the optimizer itself, so no step is without it, whoever calls it. Between
-`backward` and that hook no parameter has a `.grad`: one that is there is not private, and is an error.
+`backward` and that hook no parameter of the optimizer has a `.grad`: one that is there is not private, and is
+an error.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +22,7 @@ from ..errors import ModelError, UsageError, brief, warn_once
 from .batches import samples_of
 from .bookkeeping import BookKeeping, Losses, zeros_like
 from .check import gradient_error
+from .gradients import at_least_fp32
 from .noise import add_noise, secure_generator
 from .parallel import Ranks
 
@@ -68,11 +71,20 @@ class PrivateOptimizer:
         when_wrong: str = "raise",
         monitor: Monitor | None = None,
     ) -> None:
-        if max_grad_norm <= 0 or noise_multiplier < 0:
+        if not (0 < max_grad_norm < math.inf and 0 <= noise_multiplier < math.inf):
             raise UsageError(
                 "expected max_grad_norm above 0 and noise_multiplier of at least 0; got "
                 f"{max_grad_norm} and {noise_multiplier}"
             )
+        counts = {"expected_batch_size": expected_batch_size, "check_every": check_every}
+        for what, count in {**counts, "check_samples": check_samples}.items():
+            if count is not None and count < 1:
+                raise UsageError(f"{what} must be at least 1; got {count}")
+        if check_limit is not None and not check_limit >= 0:
+            raise UsageError(f"check_limit must be at least 0; got {check_limit}")
+        inner = getattr(optimizer, "optimizer", optimizer)  # that of accelerate has one inside
+        if not isinstance(inner, torch.optim.Optimizer):
+            raise UsageError(f"expected an optimizer of torch; got {type(inner).__name__}")
         if secure_mode and generator is not None:
             raise UsageError("secure_mode has a generator of its own: leave generator out")
         if when_wrong not in ("raise", "warn"):
@@ -91,32 +103,36 @@ class PrivateOptimizer:
         self._max_grad_norm = max_grad_norm
         self._check_every, self._check_samples, self._check_limit = check_every, check_samples, check_limit
         self._raises, self._monitor = when_wrong == "raise", monitor
-        self._steps = 0
+        self._steps, self._next_check = 0, 0
         self._std = noise_multiplier * max_grad_norm
         self._expected_batch_size = expected_batch_size
         self._generator = secure_generator() if secure_mode else generator
         self._is_secure = secure_mode
         self._sums: dict[str, Tensor] | None = None
         self._samples = 0
-        self._hook = optimizer.register_step_pre_hook(self._before_step)
+        self._hook = inner.register_step_pre_hook(self._before_step)
 
     def backward(self, losses_of: Losses, batch: Any) -> Tensor:
         """Add the clipped gradients of this batch; the mean loss, without synchronising.
 
         An empty batch, which Poisson sampling may give, adds nothing and has a NaN loss.
         """
-        samples, is_first = samples_of(batch), self._sums is None
+        samples = samples_of(batch)
         if self._sums is None:
             self.zero_grad()
             self._sums = {}
         if samples == 0:
             return torch.full((), torch.nan)
-        if is_first and self._check_every and self._steps % self._check_every == 0:
+        if self._check_every and self._steps >= self._next_check:
             self._check(losses_of, batch)
+            self._next_check = self._steps - self._steps % self._check_every + self._check_every
+        with self._ranks.apart():
+            found = self._book.clipped_sum(losses_of, self.model, batch)
         self._samples += samples
-        found = self._book.clipped_sum(losses_of, self.model, batch)
         for name, value in found.sums.items():
-            self._sums[name] = self._sums[name].add_(value) if name in self._sums else value
+            if name in self._sums:  # a bf16 sum would stop growing
+                value = self._sums[name].to(at_least_fp32(value)).add_(value)
+            self._sums[name] = value
         return found.losses.mean()
 
     def step(self) -> None:
@@ -132,6 +148,12 @@ class PrivateOptimizer:
     def remove(self) -> None:
         """Give the optimizer back: its steps are no longer private."""
         self._hook.remove()
+
+    def __getstate__(self) -> NoReturn:
+        raise UsageError(
+            "PrivateOptimizer cannot be copied or pickled: torch drops the hook that adds the noise; save "
+            "optimizer.state_dict() instead"
+        )
 
     def _check(self, losses_of: Losses, batch: Any) -> None:
         epsilon = 0.0
@@ -166,23 +188,29 @@ class PrivateOptimizer:
                 raise ModelError(message)
             warn_once(message)
 
-    def _before_step(self, *_: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if any(value is not None for value in (*args[1:], *kwargs.values())):  # args[0] is the optimizer
+            raise UsageError("a private step takes no closure: its gradient would not be private")
         if self._sums is None:
             raise UsageError("a private step needs backward(losses_of, batch) of PrivateOptimizer before it")
-        for name, parameter in self._book.parameters.items():
+        names = {id(parameter): name for name, parameter in self._book.parameters.items()}
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if parameter.grad is not None:
+                which = names.get(id(parameter), f"of shape {tuple(parameter.shape)}")
                 raise ModelError(
-                    f"the parameter {name} has a gradient that is not private: nothing else may run backward "
-                    "between backward() and the step"
+                    f"the parameter {which} has a gradient that is not private: nothing else may run "
+                    "backward between backward() and the step, and what is not trained must have no gradient"
                 )
         samples = self._expected_batch_size or self._ranks.total(self._samples)
         for name, parameter in self._book.parameters.items():
             total = self._sums.pop(name, None)
             if total is None:  # every batch was empty
                 total = zeros_like(parameter)
+            total = total.to(at_least_fp32(total))  # rounded noise may tell the sum below it
             if self._ranks.draws_noise:
                 add_noise(total, self._std, self._generator, secure=self._is_secure)
-            parameter.grad = self._ranks.summed(total, parameter).div_(max(samples, 1))
+            mean = self._ranks.summed(total, parameter).div_(max(samples, 1))
+            parameter.grad = mean.to(parameter.dtype)
         self._sums, self._samples = None, 0
         self._steps += 1
 

@@ -9,6 +9,9 @@ other rank. The first rank adds the noise to its own clipped sum, once; then the
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -24,10 +27,12 @@ class Ranks:
     def __init__(self, model: nn.Module) -> None:
         self.module = model
         self._group: dist.ProcessGroup | None = None
+        self._ddp: nn.parallel.DistributedDataParallel | None = None
         self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         if isinstance(model, nn.parallel.DistributedDataParallel):
-            self.module, self._group = model.module, model.process_group
-            model.no_sync().__enter__()  # for good: it would wait for gradients that never come
+            self.module, self._group, self._ddp = model.module, model.process_group, model
+        elif isinstance(model, nn.DataParallel):
+            raise ModelError("private training does not support DataParallel: use DDP or one GPU")
         elif any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
             raise ModelError("private training does not support FSDP1: use FSDP2 (fully_shard) or DDP")
         self.is_sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
@@ -36,6 +41,16 @@ class Ranks:
             if len(meshes) > 1:
                 raise ModelError("private training supports FSDP2 on one device mesh; this model has several")
             (self._mesh,) = meshes
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """DDP sends nothing inside: no gradient will come, and a rank with an empty batch has no pass."""
+        if self._ddp is None:
+            yield
+            return
+        with self._ddp.no_sync():
+            self._ddp.require_forward_param_sync = False  # of buffers
+            yield
 
     @property
     def draws_noise(self) -> bool:

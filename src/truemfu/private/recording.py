@@ -53,6 +53,8 @@ class _Hooks:
         """Makes an output require grad, though neither the input nor a parameter does."""
 
     def before(self, module: nn.Module, args: Any) -> None:
+        if not all(isinstance(getattr(module, key), nn.Parameter) for key in self._layer.rules):
+            raise ModelError(f"{self._layer} runs with other tensors in place of its parameters")
         self._require_grad(False)
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
