@@ -583,7 +583,7 @@ def test_a_folder_that_holds_a_run_is_named_before_another_one_is_added_to_it(tm
     (folder / "training_run.json").write_text("{}")
     again = ended(watched([sys.executable, "-c", ""], folder), tmp_path, folder)
     assert again.code == 0
-    assert f"{folder} holds a run already" in again.stderr
+    assert f"{folder} contains a run already" in again.stderr
 
 
 def faulty(how: str) -> list[str]:
