@@ -41,6 +41,8 @@ from .log_scan import find_end, rows_of_damaged
 
 _OPENING = b"["
 _CLOSING = b"\n]\n"
+_NULL = b"null"
+"""The encoding of None and of numbers that are not finite."""
 _writing: set[Path] = set()  # a file lock does not exclude its own process
 
 _TEMPORARY_ERRORS = frozenset(
@@ -57,6 +59,8 @@ class JsonArrayFile:
     def __init__(self, path: str | os.PathLike[str], *, notice: Callable[[str], None] = warn_once) -> None:
         self.path = self._resolved = Path(path)
         self._notice = notice
+        encoder = msgspec.json.Encoder()
+        self._encode, self._encode_lines = encoder.encode, encoder.encode_lines
         self._file: plain_files.Descriptor | None = None
         self._end = self._rows = 0
         self._is_begun = False
@@ -83,6 +87,34 @@ class JsonArrayFile:
         """Take ownership of a row; the next flush writes it."""
         self._waiting.append(metrics if "global_step" in metrics else {"global_step": step, **metrics})
 
+    def _encoded(self, rows: list[Mapping[str, Any]]) -> tuple[bytes, int, Exception | None]:
+        """The encoded rows, their number, and the error of the last row that cannot be encoded."""
+        try:
+            lines = self._encode_lines(rows)
+        except Exception:  # a number of another library, a lone surrogate: encode row by row
+            lines = b""
+        if lines and _NULL not in lines:
+            return lines[:-1].replace(b"\n", b",\n"), len(rows), None  # encoded rows contain no newline
+        encoded, problem = [], None
+        for row in rows:
+            try:
+                encoded.append(self._encoded_with_care(known(row)))
+            except Exception as error:
+                problem = error
+        return b",\n".join(encoded), len(encoded), problem
+
+    def _encoded_with_care(self, row: dict[str, Any]) -> bytes:
+        """Also for values that are not finite, and for numbers of other libraries."""
+        odd = {
+            key: str(value) for key, value in row.items() if isinstance(value, float) and not isfinite(value)
+        }
+        if odd:
+            row |= {**dict.fromkeys(odd), "non_finite": odd}
+        try:
+            return self._encode(row)
+        except (TypeError, ValueError):
+            return json.dumps(row, default=_plain, allow_nan=False).encode()
+
     def flush(self) -> None:
         """Write the waiting rows; the file is valid before and after, also if the disk is full.
 
@@ -98,17 +130,11 @@ class JsonArrayFile:
     def _write_waiting(self) -> None:
         if not self._waiting:
             return
-        rows: list[bytes] = []
-        problem = None
-        for row in self._waiting:
-            try:
-                rows.append(_encoded(known(row)))
-            except Exception as error:
-                problem = error
+        rows, number, problem = self._encoded(self._waiting)
         if rows:
             self._repair_if_changed()
-            self._write((b",\n" if self._rows else b"\n") + b",\n".join(rows))
-            self._rows += len(rows)
+            self._write((b",\n" if self._rows else b"\n") + rows)
+            self._rows += number
         self._waiting = []
         if problem is not None:
             raise problem
@@ -242,17 +268,6 @@ class JsonArrayFile:
             number += 1
             aside = self.path.with_name(f"{self.path.name}.damaged{number}")
         return aside
-
-
-def _encoded(row: dict[str, Any]) -> bytes:
-    """The row as JSON, also with values that are not finite, and with numbers of other libraries."""
-    odd = {key: str(value) for key, value in row.items() if isinstance(value, float) and not isfinite(value)}
-    if odd:
-        row |= {**dict.fromkeys(odd), "non_finite": odd}
-    try:
-        return msgspec.json.encode(row)
-    except (TypeError, ValueError):
-        return json.dumps(row, default=_plain, allow_nan=False).encode()
 
 
 def _plain(value: Any) -> float | str:
