@@ -71,10 +71,12 @@ _CANNOT_FAIL = frozenset(
         "__hash__",
         "__fspath__",
         "__str__",
+        "_engine_run_backward",
     )
 )
 """Clocks, identities, locks, flags (torch's own included) and comparisons of paths: nothing makes these
-raise, and no code survives a lock that is not released."""
+raise, and no code survives a lock that is not released. The last is the program's own backward pass, whose
+error is the program's."""
 _KINDS: tuple[type[BaseException], ...] = (RuntimeError, OSError, MemoryError, ValueError)
 
 

@@ -103,7 +103,12 @@ def test_with_all_names_everything_is_counted_and_nothing_is_said(host: Host) ->
     assert_nothing_is_wrong(result)
     assert is_complete(result)
     assert result["missed"] == []
-    assert [text for variant in VARIANTS for text in result[variant]["said"] if "torch" in text] == []
+    assert [
+        text
+        for variant in VARIANTS
+        for text in result[variant]["said"]
+        if "torch" in text and "DataLoader" not in text
+    ] == []
 
 
 @pytest.mark.parametrize("path", table.NAMES, ids=lambda path: path.replace(":", "."))

@@ -392,7 +392,19 @@ def test_the_mode_auto_is_hybrid_where_there_are_counters(
     monitor.close()
     assert monitor.summary()["mode"] == ("hybrid" if has_counters else "smart")
     assert (monitor.summary()["hardware"] is not None) == has_counters
-    assert monitor.summary()["notes"] == []
+    assert not any("counters" in note for note in monitor.summary()["notes"])
+
+
+def test_the_mode_auto_is_smart_on_a_chip_without_a_rate(
+    model: nn.Module, tmp_path: Path, counters: Callable[..., Live], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counters()
+    monkeypatch.setattr(live_run, "spec_of", lambda device: None)
+    monitor = TrainingMonitor(tmp_path, settings(mfu_calculation_mode="auto", peak_tflops=900), model=model)
+    for number in range(4):
+        step(monitor, model, number)
+    monitor.close()
+    assert (monitor.summary()["mode"], monitor.summary()["hardware"]) == ("smart", None)
 
 
 def test_mfu_of_the_measured_peak_stands_beside(model: nn.Module, tmp_path: Path) -> None:
@@ -453,7 +465,7 @@ def test_a_pause_and_an_observed_step_are_followed_by_the_wait_for_a_window(
     counters()
     monkeypatch.setattr(hardware_watch, "SETTLE_S", 2.0)
     monkeypatch.setattr(hardware_watch, "WINDOW_S", 10.0)
-    monitor = TrainingMonitor(tmp_path, settings(peak_tflops=900), model=model)
+    monitor = TrainingMonitor(tmp_path, settings(peak_tflops=900, flops_profile_freq=0), model=model)
     step(monitor, model, 0)
     monitor.save_logs()
     monitor._live._rows.reader._hardware = None  # a window that ends would have the step counted by shape

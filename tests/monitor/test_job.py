@@ -218,8 +218,8 @@ def test_training_on_two_ranks_is_bit_identical_and_both_observe_the_same_steps(
         assert found[rank]["is_same"]
         assert summary["methods"] == {OBSERVED: 10}
         assert summary["warnings"] == []
-        assert summary["warmup_steps"] == 4  # the first three, and that of the new kind
-        assert summary["monitor_cost"]["observed_steps"] == [1, 2, 6]
+        assert summary["warmup_steps"] == 5  # the first three, that of the new kind, and a check
+        assert summary["monitor_cost"]["observed_steps"] == [1, 2, 6, 10]
 
 
 def test_where_rank_0_dies_the_other_goes_on(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def test_a_killed_submitter_is_called_again_and_the_local_ray_ends_with_the_swee
     found, heard = results(root, sweep_of(**settings))
     assert [result.end for result in found.values()] == [Status.OK] * 3
     assert heard.reused == [name_of("Nothing")]
-    assert "2 experiments on Ray already" in heard.lines[0]
+    assert "2 experiments already submitted to Ray" in heard.lines[0]
     check_ran_once(tmp_path, what)
     check_nothing_is_left(root, tmp_path)
     until(lambda: processes_started_with(tmp_path) == [])

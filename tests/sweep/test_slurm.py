@@ -118,7 +118,7 @@ def test_a_killed_submitter_is_called_again(tmp_path: Path) -> None:
     found, heard = results(root, sweep_of(what, launcher="slurm", cluster=ONE_GPU))
     assert [result.end for result in found.values()] == [Status.OK] * 3
     assert heard.reused == [name_of("Nothing")]
-    assert f"on Slurm already: job {job}" in heard.lines[0]
+    assert f"already submitted to Slurm: job {job}" in heard.lines[0]
     check_ran_once(tmp_path, what)
     check_nothing_is_left(root, tmp_path)
 

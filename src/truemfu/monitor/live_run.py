@@ -84,17 +84,20 @@ class LiveRun:
         about_figures = notices if self._rank.is_first else self._rank.note
         self._clock = clock = StepClock(clock_for(device), now_s=_now_s)
         between.mark_with(clock)
-        found = _opened_counters(config, device, about_figures)
-        counters, why_none = (found, None) if isinstance(found, HardwareWatch) else (None, found)
+        counters, why_no_hfu = _opened_counters(config, device, about_figures)
+        has_hfu = counters is not None and why_no_hfu is None
         self._no_waterfall: list[str] = []
         if config.mode == AUTO:
-            config = replace(config, mode="smart" if counters is None else "hybrid")
-            if why_none is not None and device.type == "cuda":
-                self._no_waterfall = [f"cannot show where the peak went: no GPU counters ({why_none})"]
-        elif config.mode == "hybrid" and counters is None:
-            measuring.go_without_counters(why_none if self._rank.is_first else None)
+            if counters is not None and not has_hfu:
+                counters.close()
+                counters = None
+            config = replace(config, mode="hybrid" if has_hfu else "smart")
+            if why_no_hfu is not None and device.type == "cuda":
+                self._no_waterfall = [f"cannot show where the peak went: no GPU counters ({why_no_hfu})"]
+        elif config.mode == "hybrid" and not has_hfu:
+            measuring.go_without_counters(why_no_hfu if self._rank.is_first else None)
         is_corrected = audited is not None and audited.executed_over_activity is not None
-        executed = "profiler" if counters is None else executed_method(is_corrected=is_corrected)
+        executed = executed_method(is_corrected=is_corrected) if has_hfu else "profiler"
         self._audit = AuditStep.from_environment(self._rank, device, notices)
         plan = ObservationPlan(config.flops_profile_freq, _now_s())
         watch = StepWatch(
@@ -285,18 +288,19 @@ class LiveRun:
 
 def _opened_counters(
     config: MonitorConfig, device: torch.device, notice: Callable[[str], None]
-) -> HardwareWatch | str | None:
-    """The counters of `hybrid`, or why there are none; None where they are not wanted."""
+) -> tuple[HardwareWatch | None, str | None]:
+    """The counters of `hybrid`, if they are wanted and there are any, and why they cannot measure HFU."""
     if config.mode not in ("hybrid", AUTO) or not config.hardware_counters_enabled:
-        return None
+        return None, None
     try:
         counters = open_watch(device, notice)
     except Exception as error:
-        return one_line(error)
-    if isinstance(counters, HardwareWatch) and not has_rate(spec_of(device)):
-        counters.close()
-        return f"the FLOP per cycle of {_device_name(device)} is unknown"
-    return counters
+        return None, one_line(error)
+    if not isinstance(counters, HardwareWatch):
+        return None, counters
+    if has_rate(spec_of(device)):
+        return counters, None
+    return counters, f"the FLOP per cycle of {_device_name(device)} is unknown"
 
 
 def _device_name(device: torch.device) -> str:
