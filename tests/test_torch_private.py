@@ -197,6 +197,7 @@ OTHERS = {
     "_exit",
     "_model_mapping",
     "_from_config",
+    "_prepare_inputs",
 } | {"_should_accumulate"}
 """Of the standard library, of transformers and of Lightning."""
 ATEN = {"_safe_softmax", "_softmax", "_unsafe_view", "_to_copy", "_unique2", "_local_scalar_dense"}

@@ -1,8 +1,12 @@
-"""Two ranks on gloo take private steps; each writes its gradients. Arguments: rank, folder, ddp or fsdp2."""
+"""Two ranks on gloo take private steps; each writes its gradients.
+
+Arguments: rank, folder, ddp or fsdp2, address. A collective that waits for two minutes is an error.
+"""
 
 from __future__ import annotations
 
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -23,8 +27,9 @@ def batch() -> torch.Tensor:
     return torch.randint(VOCAB, (8, 5), generator=torch.Generator().manual_seed(0))
 
 
-def main(rank: int, folder: Path, parallel: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+def main(rank: int, folder: Path, parallel: str, address: str) -> None:
+    limit = timedelta(minutes=2)
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2, timeout=limit)
     model = Network(SEED)
     model.register_buffer("constant", torch.ones(2))
     if parallel == "ddp":
@@ -63,4 +68,4 @@ def main(rank: int, folder: Path, parallel: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+    main(int(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])

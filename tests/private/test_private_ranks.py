@@ -10,6 +10,7 @@ import pytest
 import torch
 from networks import Network, losses_of, relative_error
 from private_ranks import SEED, batch
+from tests.monitor.rank_processes import free_address
 from tests.versions import HAS_FSDP2_ON_CPU
 from torch import Tensor
 
@@ -30,8 +31,11 @@ def test_two_ranks_are_one_process_with_all_samples(parallel: str, tmp_path: Pat
     if parallel == "fsdp2" and not HAS_FSDP2_ON_CPU:
         pytest.skip("FSDP2 on a CPU needs a newer torch")
     program = Path(__file__).parent / "private_ranks.py"
+    address = free_address()
     ranks = [
-        subprocess.Popen([sys.executable, program, str(rank), tmp_path, parallel], stderr=subprocess.PIPE)
+        subprocess.Popen(
+            [sys.executable, program, str(rank), tmp_path, parallel, address], stderr=subprocess.PIPE
+        )
         for rank in range(2)
     ]
     errors = [rank.communicate(timeout=200)[1].decode() for rank in ranks]
