@@ -308,19 +308,28 @@ def test_losses_of_micro_batches_are_added_until_an_optimizer_steps(monkeypatch:
     assert losses.take().item() == pytest.approx(8.0, rel=0.01)  # type: ignore[union-attr]
 
 
-def test_models_of_one_class_are_named_after_the_variables_that_hold_them(script: Script) -> None:
-    generator = model()
+generator: nn.Module | None = None
+
+
+def test_models_of_one_class_are_named_after_the_variables_that_hold_them(
+    script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "generator", model())
+    assert generator is not None
 
     class Judge:
         def __init__(self) -> None:
             self.critic = model()
-            self.optimizers = [script.optimizer(generator), script.optimizer(self.critic)]
 
     judge = Judge()
+    program = locals()
+    known = dict(program)
+    optimizers = [script.optimizer(generator), script.optimizer(judge.critic)]
     for _ in range(2):
-        for trained, optimizer in zip((generator, judge.critic), judge.optimizers, strict=True):
+        for trained, optimizer in zip((generator, judge.critic), optimizers, strict=True):
             train(trained)
             optimizer.step()
+    assert program == known  # to look at the variables of this function would add those since
     assert [name for name in script.rows()[0] if name.startswith("perf/mfu/")] == [
         "perf/mfu/generator",
         "perf/mfu/critic",

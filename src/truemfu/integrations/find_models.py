@@ -9,8 +9,7 @@ copied or loaded in any way. That happens when an optimizer is made, not in a st
 from __future__ import annotations
 
 import gc
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -53,33 +52,30 @@ def models_with(parameters: Iterable[torch.Tensor]) -> list[nn.Module]:
 def names_in_script(models: Sequence[nn.Module]) -> list[str]:
     """A name for each model: its class, or, of several of one class, the variable or attribute that holds it.
 
-    Looked for in the functions that are running now, the outermost first. Empty where a name is not found.
+    Empty where a name is not found. Variables of functions are not looked at: before Python 3.13 that changes
+    what `locals()` returned to the program, and keeps their values alive.
     """
     classes = [type(unwrap(model)).__name__ for model in models]
-    held: dict[int, str] = {}
-    for name, value in _variables(sys._getframe(1)):
-        if nn.Module in type(value).__mro__:
-            held.setdefault(id(unwrap(value)), name)
     names = [
-        name if classes.count(name) == 1 else held.get(id(unwrap(model)), "")
+        name if classes.count(name) == 1 else _holder_name(model)
         for name, model in zip(classes, models, strict=True)
     ]
     return names if all(names) and len(set(names)) == len(names) else []
 
 
-def _variables(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
-    """Names and values of a call stack from its outermost frame on, with the attributes of each `self`."""
-    frames, own = [], __name__.partition(".")[0] + "."
-    while frame is not None:
-        if not str(frame.f_globals.get("__name__")).startswith(own):
-            frames.append(frame)
-        frame = frame.f_back
-    for found in reversed(frames):
-        for name, value in list(found.f_locals.items()):
-            yield name, value
-            has_attributes = name == "self" and type(value).__dictoffset__
-            inside = value if type(value) is dict else vars(value) if has_attributes else {}
-            yield from ((key, held) for key, held in list(inside.items()) if isinstance(key, str))
+def _holder_name(model: nn.Module) -> str:
+    """Of the global variable or attribute that holds a model or its wrapper; "" if there is none."""
+    for held in dict.fromkeys((model, unwrap(model))):
+        for holder in gc.get_referrers(held):
+            if isinstance(holder, nn.Module) or type(holder) is FrameType:
+                continue
+            has_attributes = type(holder).__dictoffset__ != 0
+            own = object.__getattribute__(holder, "__dict__") if has_attributes else {}  # runs no user code
+            attributes = holder if type(holder) is dict else own
+            for name, value in list(attributes.items()):
+                if value is held and isinstance(name, str) and name not in ("module", "_orig_mod"):
+                    return name
+    return ""
 
 
 def _all_modules() -> list[nn.Module]:
