@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from .batches import cut, samples_of
+from .gradients import at_least_fp32
 
 SMALLEST_SHARE = 1e-2
 """A parameter with less of the whole gradient is compared relative to this share: it is mostly rounding."""
@@ -50,19 +51,19 @@ def gradient_error(
     among = [number * count // min(samples, count) for number in range(min(samples, count))]
     with undisturbed(model):
         left = {name: value.clone() for name, value in clipped(among).items()}
-        norms = {name: value.norm(dtype=_accumulated(value)) for name, value in left.items()}
+        norms = {name: value.norm(dtype=at_least_fp32(value)) for name, value in left.items()}
         trained = {name: p for name, p in model.named_parameters() if name in left}
         for number in among:
             loss = losses_of(model, cut(batch, count, slice(number, number + 1))).sum()
             found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
             own = {name: g for name, g in zip(trained, found, strict=True) if g is not None}
-            norm = torch.stack([g.norm(dtype=_accumulated(g)) for g in own.values()]).norm()
+            norm = torch.stack([g.norm(dtype=at_least_fp32(g)) for g in own.values()]).norm()
             scale = (max_grad_norm / norm).clamp(max=1.0)
             for name, gradient in own.items():
                 left[name] -= gradient * scale.to(gradient.dtype)
         whole = torch.stack(list(norms.values())).norm()
         errors = [
-            left[name].norm(dtype=_accumulated(left[name]))
+            left[name].norm(dtype=at_least_fp32(left[name]))
             / torch.maximum(norm, SMALLEST_SHARE * whole).clamp(min=torch.finfo(norm.dtype).tiny)
             for name, norm in norms.items()
         ]
@@ -106,7 +107,3 @@ def dropouts_of(model: nn.Module) -> Iterator[tuple[nn.Module, str, float]]:
             is_one = "drop" in name or (name == "p" and isinstance(module, _DROPOUTS))
             if is_one and isinstance(value, float):
                 yield module, name, value
-
-
-def _accumulated(values: Tensor) -> torch.dtype:
-    return torch.promote_types(values.dtype, torch.float32)

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from ..errors import ModelError
 from .check import dropouts_of
-from .gradients import Convolution, ConvolutionSettings, Gradient, Lookup, Outer, Sums
+from .gradients import Convolution, ConvolutionSettings, Gradient, Lookup, Outer, Sums, at_least_fp32
 
 Rule = Callable[[Any, Tensor, Tensor], Gradient]
 """module, input, gradient of the output ─► the gradient of one parameter."""
@@ -145,7 +145,7 @@ def _last_dimension(module: nn.Module, x: Tensor, grad: Tensor) -> Gradient:
 
 def _summed(values: Tensor, dims: tuple[int, ...]) -> Sums:
     """In at least fp32."""
-    dtype = torch.promote_types(values.dtype, torch.float32)
+    dtype = at_least_fp32(values)
     return Sums(values.sum(dims, dtype=dtype) if dims else values.to(dtype))
 
 

@@ -64,7 +64,7 @@ def _with_listeners(original: Callable[..., Any]) -> Callable[..., Any]:
 def _seen(outputs: Any, *args: Any) -> tuple[Sequence[int], Hashable]:
     try:
         return _asked(outputs, *args)
-    except Exception as error:  # the pass itself will tell; one like it is a pass like it
+    except Exception as error:  # arguments that torch will refuse, or of a newer torch
         return (), type(error).__name__
 
 
