@@ -1,13 +1,15 @@
-"""The commit of a folder is read without running anything its repository names."""
+"""The commit of a folder is read without running anything its repository names, in a training without git."""
 
 from __future__ import annotations
 
+import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from truemfu.commit import git_commit
+from truemfu.commit import commit_in_files, git_commit
 
 
 @pytest.fixture
@@ -41,6 +43,32 @@ def test_outside_git_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     monkeypatch.chdir(tmp_path)
     assert git_commit() is None
+    assert commit_in_files() is None
+
+
+@pytest.mark.parametrize("place", ["branch", "packed", "detached", "folder", "worktree"])
+def test_the_commit_is_read_from_the_files_of_git(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    commit = git("rev-parse", "HEAD")
+    if place == "packed":
+        git("pack-refs", "--all")
+    elif place == "detached":
+        git("checkout", "--quiet", "--detach")
+    elif place == "folder":
+        (repository / "a" / "b").mkdir(parents=True)
+        monkeypatch.chdir(repository / "a" / "b")
+    elif place == "worktree":
+        git("worktree", "add", "--quiet", "-b", "other", str(tmp_path / "linked"))
+        monkeypatch.chdir(tmp_path / "linked")
+    monkeypatch.setenv("PATH", "")
+    assert commit_in_files() == f"{commit}-unchecked"
+
+
+@pytest.mark.parametrize("head", ["", "ref: refs/heads/none", "ref: ../file", "ref: a\0b", "planted"])
+def test_other_contents_are_no_commit(repository: Path, head: str) -> None:
+    (repository / ".git" / "HEAD").write_text(head)
+    assert commit_in_files() is None
 
 
 @pytest.mark.parametrize("key", ["core.fsmonitor", "filter.own.clean", "filter.own.process"])
@@ -65,6 +93,34 @@ def test_no_program_that_the_repository_names_is_run(
 def test_a_known_commit_is_taken_without_git(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("TRUEMFU_GIT_COMMIT", "abc-dirty")
-    assert git_commit() == "abc-dirty"
+    assert git_commit() == commit_in_files() == "abc-dirty"
     monkeypatch.setenv("TRUEMFU_GIT_COMMIT", "")
     assert git_commit() is None
+    assert commit_in_files() is None
+
+
+MONITORED = """
+import sys
+import torch
+from torch import nn
+from truemfu import TrainingMonitor
+
+started = []
+sys.addaudithook(lambda event, args: started.append(event) if event in {
+    "subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "pty.spawn"
+} else None)
+model = nn.Linear(8, 8)
+with TrainingMonitor(sys.argv[1], model=model) as monitor:
+    for step in range(1, 61):
+        model(torch.ones(2, 8)).sum().backward()
+        monitor.log_step(step, 0, 1.0, 1.0, 1.0)
+print(started)
+"""
+
+
+def test_a_monitor_starts_no_process(repository: Path, tmp_path: Path) -> None:
+    """A program that waits for any child of its own would get it."""
+    run = [sys.executable, "-W", "ignore", "-c", MONITORED, str(tmp_path / "run")]
+    assert subprocess.run(run, check=True, capture_output=True, text=True).stdout == "[]\n"
+    record = json.loads((tmp_path / "run" / "training_run.json").read_text())
+    assert record["git_commit"] == git("rev-parse", "HEAD") + "-unchecked"

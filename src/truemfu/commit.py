@@ -1,16 +1,21 @@
-"""The commit of the current folder, from git, without running any program that its repository configures.
+"""The commit of the current folder: from git, or where a training runs in this process, from git's files.
 
 A repository's own configuration can name programs: a file system monitor, hooks, filters for file contents,
-transports. A training may be started in an untrusted folder, and only the commit is needed.
-Not for the training thread: git may take seconds. Nor in the training process, where that can be avoided: a
-program that waits for any child of its own gets git, so `truemfu run` asks before it starts the command.
+transports. A training may be started in an untrusted folder, and only the commit is needed: none of them runs.
+No git is started in the process of a training. A program that waits for any child of its own would get it, and
+where one closes all descriptors, the end of git would close files that the program opened since. `truemfu run`
+asks git before it starts the command.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
+from pathlib import Path
+
+from . import plain_files
 
 KNOWN_COMMIT = "TRUEMFU_GIT_COMMIT"
 """The environment variable that has the commit of this process's folder; empty: there is none."""
@@ -18,6 +23,41 @@ _TIMEOUT_S = 10.0
 _OVERRIDES = ("core.fsmonitor=false", f"core.hooksPath={os.devnull}", "protocol.allow=never")
 _OF_REPOSITORY = ("local", "worktree")
 _NO_MATCH = 1
+_COMMIT = re.compile("[0-9a-f]{40,64}")
+
+
+def commit_in_files() -> str | None:
+    """The commit, with "-unchecked" appended since only git tells whether files differ; None outside git.
+
+    As `git_commit` where the process that started this one has asked git.
+    """
+    if (known := os.environ.get(KNOWN_COMMIT)) is not None:
+        return known or None
+    try:
+        here = Path.cwd()
+        found = (folder / ".git" for folder in (here, *here.parents) if (folder / ".git").exists())
+        commit = _commit_of(next(found))
+    except (OSError, ValueError, StopIteration):  # a null byte in a path is a ValueError
+        return None
+    return f"{commit}-unchecked" if _COMMIT.fullmatch(commit) else None
+
+
+def _commit_of(folder: Path) -> str:
+    if folder.is_file():  # of a linked worktree or a submodule: "gitdir: <path>"
+        folder = folder.parent / _text(folder).removeprefix("gitdir: ")
+    head = _text(folder / "HEAD")
+    if not head.startswith("ref: "):
+        return head
+    branch = head.removeprefix("ref: ")
+    shared = folder / _text(folder / "commondir") if (folder / "commondir").exists() else folder
+    if (shared / branch).exists():
+        return _text(shared / branch)
+    packed = _text(shared / "packed-refs").splitlines()
+    return next((line.split(" ")[0] for line in packed if line.endswith(f" {branch}")), "")
+
+
+def _text(path: Path) -> str:
+    return plain_files.read(path).decode(errors="replace").strip()
 
 
 def git_commit() -> str | None:

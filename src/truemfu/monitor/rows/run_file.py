@@ -1,10 +1,10 @@
 """The run file next to the log: the description of the run, and at its end the summary.
 
     start ─► what is known at the start
-    log   ─► what is known with the first rows ─► flush: written, then again with the git commit
+    log   ─► what is known with the first rows ─► flush: written with the git commit
     finish ─► written with the summary
 
-It is a tracker with its own lane: the run's folder may hang, and so may git.
+It is a tracker with its own lane: the run's folder may hang.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from ... import plain_files
-from ...commit import git_commit
+from ...commit import commit_in_files
 from ...provenance import command, library_versions, redacted_data
 
 
@@ -42,14 +42,13 @@ class RunFile:
         self._is_new = True
 
     def flush(self) -> None:
-        """Write the description, first without the git commit if that is not known yet, then with it."""
+        """Write the description."""
         if not self._is_new:
             return
         self._is_new = False
-        self._write(self._run)
         if "git_commit" not in self._run:
-            self._run["git_commit"] = git_commit()
-            self._write(self._run)
+            self._run["git_commit"] = commit_in_files()
+        self._write(self._run)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write the final description of the run, and its summary."""
