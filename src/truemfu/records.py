@@ -517,8 +517,8 @@ class RunRecord(_VersionedRecord, frozen=True, kw_only=True):
     command: list[str] = []
     """How the run was started, without the values of secrets."""
     git_commit: str | None = None
-    """Of the folder it was started in; "-dirty" is appended if files differ, "-unchecked" if that is not known;
-    None outside git."""
+    """Of the folder it was started in; "-dirty" is appended if files differ, "-unchecked" if that is not
+    known; None outside git."""
     summary: RunSummary | None = None
 
 

@@ -68,7 +68,7 @@ def ended(run: subprocess.Popen[str], number: int, *, within_s: float = 2.5) -> 
     run.send_signal(number)
     sent_s = time.monotonic()
     try:
-        _, errors = run.communicate(timeout=60)
+        printed, errors = run.communicate(timeout=60)
     finally:
         run.kill()
     assert time.monotonic() - sent_s < within_s, errors
@@ -304,7 +304,7 @@ def test_a_child_ends_by_itself_and_the_run_goes_on(tmp_path: Path, start: str) 
         "os._exit(0)",
     )
     run = started(tmp_path, end="\n".join((*ends[start], *after)))
-    _, errors = run.communicate(timeout=60)
+    printed, errors = run.communicate(timeout=60)
     assert (run.returncode, printed) == (0, "15"), errors
     assert steps_in(tmp_path) == list(range(1, 63))
 
