@@ -1,10 +1,10 @@
 """The commit of the current folder: from git, or where a training runs in this process, from git's files.
 
-A repository's own configuration can name programs: a file system monitor, hooks, filters for contents,
-transports. A training may be started in an untrusted folder, and only the commit is needed: none of them runs.
-No git is started in the process of a training. A program that waits for any child of its own would get it; and
-in one that closes all descriptors, the end of git would close files that it opened since. `truemfu run` asks
-git before it starts the command.
+A repository's own configuration can name programs: a file system monitor, hooks, filters, transports. A
+training may be started in an untrusted folder, and only the commit is needed: none of them runs.
+No git is started in the process of a training. A program that waits for any child would get it, and where one
+closes all descriptors, the end of git would close files that the program opened since. `truemfu run` asks git
+before it starts the command.
 """
 
 from __future__ import annotations
