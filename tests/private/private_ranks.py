@@ -5,6 +5,7 @@ Arguments: rank, folder, ddp or fsdp2, address. A collective that waits for two 
 
 from __future__ import annotations
 
+import os
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -65,6 +66,9 @@ def main(rank: int, folder: Path, parallel: str, address: str) -> None:
         plain = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         torch.save(plain, folder / f"plain_{rank}.pt")
     dist.destroy_process_group()
+    # The last owner of a gloo group, here the DDP module, joins the group's thread with Python's lock held, for
+    # which the thread may wait (torch 2.13): this function must not return.
+    os._exit(0)
 
 
 if __name__ == "__main__":

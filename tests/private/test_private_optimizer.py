@@ -104,14 +104,14 @@ def test_the_same_generator_gives_the_same_noise() -> None:
 
 
 def test_secure_noise_is_of_the_same_size() -> None:
-    from truemfu.private.noise import add_noise
+    from truemfu.private.noise import noise_like
 
-    drawn = torch.zeros(300_000)
-    add_noise(drawn, 2.0, torch.Generator().manual_seed(0), secure=True)
-    assert drawn.std().item() == pytest.approx(2.0, rel=0.01)
-    plain = torch.zeros(300_000)
-    add_noise(plain, 2.0, torch.Generator().manual_seed(0), secure=False)
-    assert not torch.allclose(plain, drawn)
+    secure, plain = (
+        noise_like(torch.zeros(300_000), torch.float64, 2.0, torch.Generator().manual_seed(0), secure=secure)
+        for secure in (True, False)
+    )
+    assert secure.std().item() == pytest.approx(2.0, rel=0.01)
+    assert not torch.allclose(plain, secure)
 
 
 def test_the_optimizers_own_step_is_private_too() -> None:

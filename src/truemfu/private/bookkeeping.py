@@ -7,6 +7,7 @@ one product per use ─► the sum of the clipped gradients; no gradient of a si
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -16,9 +17,9 @@ from torch import Tensor, nn
 
 from ..errors import ModelError, UsageError
 from .batches import samples_of
-from .gradients import squared_norms
+from .gradients import Outer, SmallParameters, Sums, squared_norms
 from .layers import Layer, check_keeps_samples_apart, supported_layers
-from .recording import recording
+from .recording import Recorded, recording
 
 Losses = Callable[[Any, Any], Tensor]
 """model, batch ─► the loss of each sample, shape (samples,)."""
@@ -63,24 +64,27 @@ class BookKeeping:
                 raise ModelError("the losses run a backward pass of their own: it is not supported")
             torch.autograd.backward(losses.sum())
         with torch.no_grad(), _without_autocast(losses.device):
-            squares = [squared_norms(of_one, samples) for of_one in uses.values()]
-            norms = torch.stack(squares).sum(0).sqrt() if squares else losses.new_zeros(samples)
-            weights = self.weights(norms)
             epsilon = max(
                 (torch.finfo(use.dtype).eps for of_one in uses.values() for use in of_one), default=0.0
             )
+            products, small = _by_kind(uses)
+            squares = [squared_norms(of_one, samples) for of_one in products.values()]
+            squares += [] if small is None else [small.squared_norms()]
+            norms = torch.stack(squares).sum(0).sqrt() if squares else losses.new_zeros(samples)
+            weights = self.weights(norms)
             if among is not None:
                 chosen = torch.zeros_like(weights)
                 chosen[list(among)] = weights[list(among)]
                 weights = chosen
-            sums = {}
+            sums = {} if small is None else small.weighted_sums(weights)
+            in_dtype = functools.cache(weights.to)
             for name, parameter in self.parameters.items():
-                total = torch.zeros(())
-                for at, use in enumerate(uses.pop(name, ())):
-                    found = use.weighted_sum(weights)
-                    found = found.to(torch.promote_types(found.dtype, parameter.dtype))
-                    total = total + found if at else found
-                sums[name] = total if total.dim() else zeros_like(parameter)
+                if name in products:  # each is freed with its sum
+                    found = [use.weighted_sum(in_dtype(use.dtype)) for use in products.pop(name)]
+                    found = [one.to(torch.promote_types(one.dtype, parameter.dtype)) for one in found]
+                    sums[name] = functools.reduce(torch.add, found)
+                elif name not in sums:
+                    sums[name] = zeros_like(parameter)
         return ClippedSum(losses.detach(), norms, epsilon, sums)
 
     def _check_unchanged(self) -> None:
@@ -115,6 +119,18 @@ class BookKeeping:
                 f"the per-sample gradients of {found[0]} are unknown: it is used outside of its layer, or "
                 "torch.compile has dropped the layer's hooks"
             )
+
+
+def _by_kind(uses: Recorded) -> tuple[dict[str, list[Outer]], SmallParameters | None]:
+    products: dict[str, list[Outer]] = {}
+    small: dict[str, list[Sums]] = {}
+    for name, of_one in uses.items():
+        for use in of_one:
+            kind: dict[str, list[Any]] = products if isinstance(use, Outer) else small
+            kind.setdefault(name, []).append(use)
+    assert not products.keys() & small.keys(), "a parameter is used both in a product and elementwise"
+    uses.clear()
+    return products, SmallParameters(small) if small else None
 
 
 def _trained(model: nn.Module) -> dict[str, nn.Parameter]:

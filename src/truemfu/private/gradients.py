@@ -1,7 +1,8 @@
 """Per-sample gradients that are never stored: their norms, and their weighted sum.
 
     Outer     weights of a product: the gradient of sample i is the sum over positions t of l[i,t] r[i,t]ᵀ
-    Sums      small parameters (biases, norms): the gradient of each sample itself
+    Sums      small parameters (biases, norms): the gradient of each sample itself; all of them side by side
+              are one matrix, since a model has many of them
 
 Of the two formulas for the norm of an outer product the cheaper one is used, by its products:
 
@@ -14,8 +15,9 @@ therefore measured together: Gram matrices are taken between all pairs of uses, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,28 +26,40 @@ _MOST_ELEMENTS = 2**27
 """Of a temporary tensor: samples are measured a few at a time."""
 
 
-class Gradient(Protocol):
-    """What one use of a parameter adds to the gradient of each sample."""
+class Sums(NamedTuple):
+    """A use of a parameter that is no weight of a product."""
 
-    dtype: torch.dtype
-    """In which it was computed."""
+    per_sample: Tensor
+    """The gradient of each sample, (samples, *shape of the parameter), in at least fp32."""
 
-    def weighted_sum(self, weights: Tensor) -> Tensor:
-        """The sum of the samples' gradients, each times its weight, in the shape of the parameter."""
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.per_sample.dtype
 
 
-class Sums:
-    """The gradient of each sample, (samples, *shape of the parameter)."""
+class SmallParameters:
+    """The gradients of each sample of all parameters that are not weights of products."""
 
-    def __init__(self, per_sample: Tensor) -> None:
-        self.per_sample, self.dtype = per_sample, per_sample.dtype
+    def __init__(self, uses: Mapping[str, Sequence[Sums]]) -> None:
+        totals = {
+            name: functools.reduce(torch.add, [one.per_sample for one in of_one])
+            for name, of_one in uses.items()
+        }
+        self._shapes = {name: total.shape[1:] for name, total in totals.items()}
+        self._all = torch.cat([total.flatten(1) for total in totals.values()], dim=1)
 
-    def weighted_sum(self, weights: Tensor) -> Tensor:
-        return torch.einsum("n,n...->...", weights.to(self.per_sample.dtype), self.per_sample)
+    def squared_norms(self) -> Tensor:
+        return _squares(self._all)
+
+    def weighted_sums(self, weights: Tensor) -> dict[str, Tensor]:
+        """Of each parameter the sum of the samples' gradients, each times its weight."""
+        sums = weights.to(self._all.dtype) @ self._all
+        parts = sums.split([shape.numel() for shape in self._shapes.values()])
+        return {name: part.view(self._shapes[name]) for name, part in zip(self._shapes, parts, strict=True)}
 
 
 class Outer:
-    """left (samples, positions, p) and right (samples, positions, q) of a weight (p, q)."""
+    """A use of a weight (p, q) of a product: left (samples, positions, p), right (samples, positions, q)."""
 
     groups = 1
 
@@ -58,9 +72,11 @@ class Outer:
         return self.left[samples], self.right[samples]
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        left, right = self.left.flatten(0, 1), self.right.flatten(0, 1)
-        weights = weights.to(left.dtype).repeat_interleave(self.positions)[:, None]
-        return (left * weights).T @ right if self.p < self.q else left.T @ (right * weights)
+        """The sum of the samples' gradients, each times its weight, in the shape of the parameter."""
+        left, right, each = self.left, self.right, weights[:, None, None]
+        left, right = (left * each, right) if self.p < self.q else (left, right * each)
+        found: Tensor = left.flatten(0, 1).T @ right.flatten(0, 1)
+        return found
 
 
 class Lookup(Outer):
@@ -71,7 +87,7 @@ class Lookup(Outer):
         self.p = rows
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        scaled = self.right * weights.to(self.right.dtype)[:, None, None]
+        scaled = self.right * weights[:, None, None]
         # Unlike index_add_, it sums in fp32 under bf16.
         found: Tensor = torch.ops.aten.embedding_dense_backward(scaled, self.left[:, :, 0], self.p, -1, False)
         return found
@@ -101,8 +117,8 @@ class Convolution(Outer):
         return left, right
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        settings, scale = self.settings, weights.to(self.grad.dtype)
-        scaled = self.grad * scale.view(-1, *[1] * (self.grad.dim() - 1))
+        settings = self.settings
+        scaled = self.grad * weights.view(-1, *[1] * (self.grad.dim() - 1))
         weight = self.grad.new_empty(1).expand(self.shape)
         spatial = len(self.shape) - 2
         found: Tensor = torch.ops.aten.convolution_backward(
@@ -121,20 +137,19 @@ class ConvolutionSettings:
         self.stride, self.padding, self.dilation, self.groups = stride, padding, dilation, groups
 
 
-def squared_norms(uses: Sequence[Gradient], samples: int) -> Tensor:
+Gradient = Outer | Sums
+"""What one use of a parameter adds to the gradient of each sample; its `dtype` is what it was computed in."""
+
+
+def squared_norms(uses: Sequence[Outer], samples: int) -> Tensor:
     """The squared norm of each sample's gradient of one parameter, over all its uses, in at least fp32."""
-    outer = [use for use in uses if isinstance(use, Outer)]
-    if len(outer) < len(uses):
-        sums = [use.per_sample for use in uses if isinstance(use, Sums)]
-        assert len(sums) == len(uses), "a parameter is used both in a product and elementwise"
-        return _squares(sum(sums[1:], start=sums[0]))
-    first = outer[0]
-    positions = sum(use.positions for use in outer)
+    first = uses[0]
+    positions = sum(use.positions for use in uses)
     ghost, direct = positions * (first.p + first.q), first.p * first.q
-    is_ghost = ghost <= direct or any(isinstance(use, Lookup) for use in outer)
+    is_ghost = ghost <= direct or any(isinstance(use, Lookup) for use in uses)
     each = first.groups * (positions**2 if is_ghost else direct)
     norms = _ghost_norms if is_ghost else _norms_of_gradients
-    return torch.cat([norms(outer, part) for part in _parts(samples, each)])
+    return torch.cat([norms(uses, part) for part in _parts(samples, each)])
 
 
 def _parts(samples: int, elements: int) -> Iterator[slice]:
@@ -152,7 +167,7 @@ def _norms_of_gradients(uses: Sequence[Outer], part: slice) -> Tensor:
 
 def _ghost_norms(uses: Sequence[Outer], part: slice) -> Tensor:
     factors = [use.factors(part) for use in uses]
-    total = torch.zeros((), device=factors[0][1].device)
+    squares = []
     for at, (left, right) in enumerate(factors):
         for other, (other_left, other_right) in enumerate(factors[: at + 1]):
             common = torch.promote_types(right.dtype, other_right.dtype)  # they may differ under autocast
@@ -161,8 +176,10 @@ def _ghost_norms(uses: Sequence[Outer], part: slice) -> Tensor:
                 left, other_left, isinstance(uses[at], Lookup), isinstance(uses[other], Lookup)
             )
             products = lefts.to(rights.dtype).mul_(rights)
-            squares = products.unflatten(0, (-1, uses[0].groups)).sum((1, 2, 3))
-            total = total + (squares if at == other else 2 * squares)
+            if at != other:
+                products.mul_(2)
+            squares.append(products.unflatten(0, (-1, uses[0].groups)).sum((1, 2, 3)))
+    total: Tensor = functools.reduce(torch.add, squares)
     return total.clamp(min=0)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,20 +12,25 @@ from ..errors import UsageError
 _SECURE_DRAWS = 4
 
 
-def add_noise(total: Tensor, std: float, generator: torch.Generator | None, *, secure: bool) -> None:
-    """Add Gaussian noise in place.
+def noise_like(
+    total: Tensor, dtype: torch.dtype, std: float, generator: torch.Generator | None, *, secure: bool
+) -> Tensor:
+    """Gaussian noise of this dtype, in the shape of `total`.
 
     The secure one is the sum of four draws over two, after one draw that is thrown away (arXiv 2107.10138,
     section 5.1, as in Opacus): the lowest bits of a single draw may tell the sum below it.
     """
-    if std == 0:
-        return
+
+    def draw(shape: Sequence[int]) -> Tensor:
+        return torch.normal(0.0, std, shape, generator=generator, dtype=dtype, device=total.device)
+
     if not secure:
-        total.add_(torch.normal(0.0, std, total.shape, generator=generator, **_like(total)))
-        return
-    torch.normal(0.0, std, (1,), generator=generator, **_like(total))
-    for _ in range(_SECURE_DRAWS):
-        total.add_(torch.normal(0.0, std, total.shape, generator=generator, **_like(total)), alpha=0.5)
+        return draw(total.shape)
+    draw((1,))
+    noise = draw(total.shape).div_(2)
+    for _ in range(_SECURE_DRAWS - 1):
+        noise.add_(draw(total.shape), alpha=0.5)
+    return noise
 
 
 def secure_generator() -> torch.Generator:
@@ -39,7 +44,3 @@ def secure_generator() -> torch.Generator:
         ) from error
     generator: torch.Generator = torchcsprng.create_random_device_generator("/dev/urandom")
     return generator
-
-
-def _like(total: Tensor) -> dict[str, Any]:
-    return {"dtype": total.dtype, "device": total.device}

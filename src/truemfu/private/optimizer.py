@@ -23,7 +23,7 @@ from .batches import samples_of
 from .bookkeeping import BookKeeping, Losses, zeros_like
 from .check import gradient_error
 from .gradients import at_least_fp32
-from .noise import add_noise, secure_generator
+from .noise import noise_like, secure_generator
 from .parallel import Ranks
 
 
@@ -206,13 +206,18 @@ class PrivateOptimizer:
             total = self._sums.pop(name, None)
             if total is None:  # every batch was empty
                 total = zeros_like(parameter)
-            total = total.to(at_least_fp32(total))  # rounded noise may tell the sum below it
-            if self._ranks.draws_noise:
-                add_noise(total, self._std, self._generator, secure=self._is_secure)
-            mean = self._ranks.summed(total, parameter).div_(max(samples, 1))
-            parameter.grad = mean.to(parameter.dtype)
+            mean = self._noisy(total, 1 / max(samples, 1))
+            parameter.grad = self._ranks.summed(mean, parameter).to(parameter.dtype)
         self._sums, self._samples = None, 0
         self._steps += 1
+
+    def _noisy(self, total: Tensor, share: float) -> Tensor:
+        """This rank's share of the mean, in at least fp32: rounded noise may tell the sum below it."""
+        dtype = at_least_fp32(total)
+        if self._std == 0 or not self._ranks.draws_noise:
+            return total.to(dtype) * share
+        noise = noise_like(total, dtype, self._std * share, self._generator, secure=self._is_secure)
+        return noise.add_(total, alpha=share)
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, trained: dict[str, nn.Parameter]) -> None:
