@@ -66,7 +66,7 @@ def main(rank: int, folder: Path, parallel: str, address: str) -> None:
         plain = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         torch.save(plain, folder / f"plain_{rank}.pt")
     dist.destroy_process_group()
-    # The last owner of a gloo group, here the DDP module, joins the group's thread with Python's lock held, for
+    # The last owner of a gloo group, here the DDP module, joins its thread with Python's lock held, for
     # which the thread may wait (torch 2.13): this function must not return.
     os._exit(0)
 
