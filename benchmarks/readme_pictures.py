@@ -31,6 +31,7 @@ PICTURES = ROOT / "docs" / "pictures"
 
 _TRAINERS = {
     "StandardTrainer": "Standard",
+    "DPBookKeepingTrainer": "DP, book-keeping",
     "DPSGDTrainer": "DP-SGD",
     "DPGhostClippingTrainer": "DP, ghost clipping",
     "DPFastGradientClippingTrainer": "DP, fast gradient clipping",
@@ -184,13 +185,13 @@ def draw_heatmap(scheme: str) -> str:
     names_end, top, row = 230, 104, 66
     width = (WIDTH - names_end - _MARGIN) / len(shapes)
     most = max(cell["mfu"] for found in cells.values() for cell in found.values())
-    title = "A sweep: MFU of four ways to train, at four batch shapes"
+    title = "A sweep: MFU of five ways to train, at four batch shapes"
     drawn = [
         text(_MARGIN, 34, title, colours["text"], size=18, bold=True),
         text(
             _MARGIN,
             57,
-            "GPT of 1.3 B parameters, bf16, NVIDIA H200, 2026-11-15; below each MFU: step time, peak memory",
+            "GPT of 1.3 B parameters, bf16, NVIDIA H200, 2026-11-19; below each MFU: step time, peak memory",
             colours["soft"],
             size=13,
         ),

@@ -175,6 +175,7 @@ def sweep(
     \b
     Trainers
         StandardTrainer                  plain PyTorch
+        DPBookKeepingTrainer             private in one backward pass; not in the default matrix
         DPSGDTrainer                     per-sample gradients (this one and the next two need Opacus)
         DPGhostClippingTrainer           ghost clipping
         DPFastGradientClippingTrainer    fast gradient clipping
