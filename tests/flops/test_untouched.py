@@ -1382,7 +1382,7 @@ def test_counting_takes_no_gpu_memory_and_leaves_its_random_state(cuda: torch.de
 
 @pytest.mark.gpu
 def test_counting_does_not_wait_for_the_gpu(cuda: torch.device) -> None:
-    # Without batch norm, whose counter in an int64 tensor is read, because values of integers may decide the work.
+    # Without batch norm: its counter is read, because values of integers may decide the work.
     model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).to(cuda), X.to(cuda)
     count_flops(model, (x,))
     done = torch.cuda.Event()
