@@ -50,6 +50,12 @@ _FOLDER = "truemfu-runs"
     metavar="NAME",
     help="Log to wandb, tensorboard, mlflow, trackio or prometheus too; several with commas.",
 )
+@click.option(
+    "--check-privacy",
+    is_flag=True,
+    help="Of a training with Opacus: compare the clipped gradients of step 2 and of every 500th with a loop "
+    "over the samples (docs/private.md).",
+)
 @debug_option
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def run(
@@ -57,6 +63,7 @@ def run(
     config: Path | None,
     mode: str | None,
     trackers: tuple[str, ...],
+    check_privacy: bool,
     command: tuple[str, ...],
 ) -> None:
     """Run COMMAND and measure the training in it: step time, tokens/s, FLOPs, MFU, HFU.
@@ -117,6 +124,7 @@ def run(
             config=None if config is None else str(config.absolute()),
             mode=mode,
             trackers=trackers or None,
+            check_privacy=check_privacy,
             began_s=time.time(),
         )
         os.environ.update(settings.environment(os.environ))

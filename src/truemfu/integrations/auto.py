@@ -33,6 +33,7 @@ from ..monitor import created
 from ..monitor.ranks.this_rank import launched
 from .find_models import models_with, names_in_script, parameters_of
 from .guarded import noting
+from .opacus_check import OpacusCheck
 from .run_settings import RunSettings, say
 from .seen_losses import SeenLosses
 from .seen_optimizers import SeenOptimizers
@@ -52,6 +53,7 @@ class AutoMonitor:
         self._losses = SeenLosses()
         self._pauses = TrainerPauses(self._pause)
         self._optimizers = SeenOptimizers()
+        self._privacy = OpacusCheck() if settings.check_privacy else None
         self._models: list[weakref.ref[nn.Module]] = []
         self._monitor: Any = None
         self._is_off = self._is_opening = False
@@ -189,6 +191,8 @@ class AutoMonitor:
         return monitor
 
     def _at_exit(self) -> None:
+        if self._privacy is not None:
+            say(self._privacy.result())
         if self._monitor.has_batches and not self.steps:
             self._monitor.notice(
                 "forward passes were seen, but no optimizer step, so nothing was logged (a step inside a "
@@ -214,6 +218,8 @@ class AutoMonitor:
     def _on_step_begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
             self._losses.step_begins()
+            if self._privacy is not None and self._monitor is not None:
+                self._guarded(self._privacy.update_begins, optimizer, self._monitor)
 
     def _on_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling() and not self._is_off:

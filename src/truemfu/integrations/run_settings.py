@@ -23,6 +23,8 @@ class RunSettings:
     config: str | None = None
     mode: str | None = None
     trackers: tuple[str, ...] | None = None
+    check_privacy: bool = False
+    """Whether the clipped sums of a training with Opacus are checked."""
     began_s: float = 0.0
     """Unix time at which the command was started, which tells it from other commands."""
 

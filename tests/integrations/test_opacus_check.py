@@ -1,0 +1,157 @@
+"""`truemfu run --check-privacy`: it finds wrong sums of Opacus, passes right ones, changes nothing."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.integrations.run_pairs import SCRIPTS, ended, load, watched
+from torch import nn
+
+from truemfu import TrainingMonitor
+from truemfu.errors import TruemfuWarning
+from truemfu.integrations.opacus_check import OpacusCheck
+
+SCRIPT = load("opacus_loop")
+
+
+@pytest.fixture
+def monitor(tmp_path: Path) -> Any:
+    made = TrainingMonitor(tmp_path, trackers=[])
+    yield made
+    made.close()
+
+
+def checked(
+    monitor: TrainingMonitor, model: nn.Module, *how: str, steps: int = 3, passes: int = 1
+) -> OpacusCheck:
+    wrapped, optimizer, loss_of, inner = SCRIPT.private(model, *how)
+    check = OpacusCheck()
+    inner.register_step_pre_hook(lambda one, *_: check.update_begins(one, monitor))
+    for x, y in SCRIPT.batches(steps):
+        optimizer.zero_grad()
+        for _ in range(passes):
+            loss_of(wrapped(x), y).backward()
+        optimizer.step()
+    return check
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("how", ["hooks", "ghost"])
+def test_right_sums_pass(monitor: Any, how: str, reduction: str) -> None:
+    torch.manual_seed(0)
+    check = checked(monitor, SCRIPT.Model(), how, reduction)
+    (error,) = check.errors
+    assert 0 < error < 1e-4
+    assert "in 1 of 3 steps" in check.result()
+
+
+@pytest.mark.parametrize("how", ["hooks", "ghost"])
+def test_a_model_that_mixes_samples_is_found(monitor: Any, how: str) -> None:
+    with pytest.warns(TruemfuWarning, match="private gradient of step 2 is wrong: it differs from a loop"):
+        check = checked(monitor, SCRIPT.Model(mixing=True), how)
+    assert check.errors[0] > 0.01
+
+
+def test_a_wrong_norm_is_found(monitor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from opacus.optimizers import DPOptimizer
+
+    clip = DPOptimizer.clip_and_accumulate
+
+    def too_large(optimizer: Any) -> None:
+        optimizer.max_grad_norm *= 2
+        clip(optimizer)
+        optimizer.max_grad_norm /= 2
+
+    monkeypatch.setattr(DPOptimizer, "clip_and_accumulate", too_large)
+    with pytest.warns(TruemfuWarning, match="private gradient of step 2 is wrong"):
+        assert checked(monitor, SCRIPT.Model()).errors[0] > 0.1
+
+
+class WithLoss(nn.Module):
+    """Returns the mean loss and the logits, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = SCRIPT.Model()
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.model(x)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def test_a_loss_that_the_model_returns_is_the_samples_own(monitor: Any) -> None:
+    wrapped, optimizer, _, inner = SCRIPT.private(WithLoss())
+    check = OpacusCheck()
+    inner.register_step_pre_hook(lambda one, *_: check.update_begins(one, monitor))
+    for x, y in SCRIPT.batches(2):
+        optimizer.zero_grad()
+        wrapped(x, labels=y)["loss"].backward()
+        optimizer.step()
+    assert 0 < check.errors[0] < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("model", "passes", "why"),
+    [
+        (lambda: SCRIPT.Model(dropout=0.5), 1, "has dropout"),
+        (SCRIPT.Model, 2, "ran 2 forward passes with gradients, expected one"),
+    ],
+)
+def test_what_cannot_be_compared_is_said(monitor: Any, model: Any, passes: int, why: str) -> None:
+    with pytest.warns(TruemfuWarning, match=f"step 2 was not checked: its model .*{why}|{why}"):
+        check = checked(monitor, model(), passes=passes)
+    assert not check.errors
+    assert check.result() == "no private gradient was checked in 3 steps with Opacus"
+
+
+def test_another_clipping_is_not_compared(monitor: Any) -> None:
+    from opacus import GradSampleModule
+    from opacus.optimizers import DPPerLayerOptimizer
+
+    model = SCRIPT.Model()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped, check = GradSampleModule(model), OpacusCheck()
+    optimizer = DPPerLayerOptimizer(
+        inner, noise_multiplier=1.0, max_grad_norm=[0.1] * 4, expected_batch_size=6
+    )
+    inner.register_step_pre_hook(lambda one, *_: check.update_begins(one, monitor))
+    with pytest.warns(TruemfuWarning, match="DPPerLayerOptimizer clips in another way"):
+        for x, y in SCRIPT.batches(2):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(wrapped(x), y).backward()
+            optimizer.step()
+
+
+def test_a_plain_training_is_left_alone(monitor: Any) -> None:
+    model, check = SCRIPT.Model(), OpacusCheck()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(lambda one, *_: check.update_begins(one, monitor))
+    for x, y in SCRIPT.batches(3):
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert check.result().startswith("no optimizer of Opacus made a step")
+
+
+@pytest.mark.parametrize("how", ["hooks", "ghost mixing"])
+def test_a_script_ends_as_without_the_check(how: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPTS / "opacus_loop.py"), *how.split()]
+    alone = ended(command, tmp_path / "alone", tmp_path / "no_output")
+    output = tmp_path / "output"
+    line = watched(command, output)
+    line.insert(line.index("--"), "--check-privacy")
+    run = ended(line, tmp_path / "watched", output)
+    assert (run.code, run.stdout) == (alone.code, alone.stdout) == (0, alone.stdout)
+    assert ["privacy/gradient_error" in row for row in run.rows()] == [
+        False,
+        True,
+        False,
+        False,
+        False,
+        False,
+    ]
+    assert "private gradients were checked in 1 of 6 steps" in run.stderr
+    assert ("private gradient of step 2 is wrong" in run.stderr) == ("mixing" in how)
