@@ -10,6 +10,7 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from networks import VOCAB, Network, losses_of
@@ -17,7 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from truemfu.errors import ModelError
 from truemfu.private import PrivateOptimizer
+from truemfu.private.bookkeeping import BookKeeping
 
 SEED = 12
 MICRO_BATCHES = ((3, 1), (2, 2))
@@ -42,9 +45,8 @@ def main(rank: int, folder: Path, parallel: str, address: str) -> None:
         called = fully_shard(model, mesh=mesh)
     for noise in (0.0, 1e4):
         optimizer = torch.optim.SGD(called.parameters(), lr=0.0)
-        every = 1 if parallel == "ddp" else None
         private = PrivateOptimizer(
-            called, optimizer, max_grad_norm=0.5, noise_multiplier=noise, check_every=every
+            called, optimizer, max_grad_norm=0.5, noise_multiplier=noise, check_every=1
         )
         if parallel == "ddp":  # a rank whose batch is empty keeps no other waiting
             private.backward(losses_of, batch()[: 4 * (1 - rank)])
@@ -53,6 +55,8 @@ def main(rank: int, folder: Path, parallel: str, address: str) -> None:
         for part, sizes in zip(batch().split([4, 4]), MICRO_BATCHES, strict=True):
             private.backward(losses_of, part.split(sizes)[rank])
         private.step()
+        assert private.gradient_error is not None
+        assert 0 < private.gradient_error < 1e-4
         found = {
             name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
             for name, p in model.named_parameters()
@@ -60,6 +64,10 @@ def main(rank: int, folder: Path, parallel: str, address: str) -> None:
         }
         torch.save(found, folder / f"{noise:g}_{rank}.pt")
         private.remove()
+    BookKeeping.weights = lambda book, norms: 0.3 / norms  # type: ignore[method-assign]
+    wrong = PrivateOptimizer(called, optimizer, max_grad_norm=0.5, noise_multiplier=0.0)
+    with pytest.raises(ModelError, match="private gradient of step 1 is wrong"):
+        wrong.backward(losses_of, batch()[4 * rank :][:4])
     if parallel == "ddp":  # which adds gradients again
         called.zero_grad()
         losses_of(called, batch()[4 * rank :][:4]).mean().backward()

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,10 +53,13 @@ def gradient_error(
     with undisturbed(model):
         left = {name: value.clone() for name, value in clipped(among).items()}
         norms = {name: value.norm(dtype=at_least_fp32(value)) for name, value in left.items()}
-        trained = {name: p for name, p in model.named_parameters() if name in left}
-        for number in among:
-            loss = losses_of(model, cut(batch, count, slice(number, number + 1))).sum()
+        for turn in range(samples):  # as many on each rank, because under FSDP2 each waits for the others
+            number = among[turn % len(among)]
+            with _used_weights(model, left) as trained:
+                loss = losses_of(model, cut(batch, count, slice(number, number + 1))).sum()
             found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+            if turn >= len(among):
+                continue
             own = {name: g for name, g in zip(trained, found, strict=True) if g is not None}
             norm = torch.stack([g.norm(dtype=at_least_fp32(g)) for g in own.values()]).norm()
             scale = (max_grad_norm / norm).clamp(max=1.0)
@@ -69,6 +73,24 @@ def gradient_error(
         ]
         worst = torch.stack(errors).max().item()
     return worst if worst < sys.float_info.max else sys.float_info.max  # NaN and infinity too
+
+
+@contextmanager
+def _used_weights(model: nn.Module, names: Container[str]) -> Iterator[dict[str, Tensor]]:
+    """The parameters of these names; under FSDP2 the whole ones that the layers use inside."""
+    used: dict[str, Tensor] = {}
+
+    def note(own: Mapping[str, str], layer: nn.Module, *_: Any) -> None:
+        used.update((name, getattr(layer, key)) for name, key in own.items())
+
+    with ExitStack() as stack:
+        for prefix, module in model.named_modules():
+            keys = {f"{prefix}.{key}".lstrip("."): key for key, _ in module.named_parameters(recurse=False)}
+            own = {name: key for name, key in keys.items() if name in names}
+            if own:
+                note(own, module)
+                stack.callback(module.register_forward_pre_hook(partial(note, own)).remove)
+        yield used
 
 
 @contextmanager

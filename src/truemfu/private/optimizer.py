@@ -93,11 +93,6 @@ class PrivateOptimizer:
         self.gradient_error: float | None = None
         """Of the last check."""
         self._ranks = Ranks(model)
-        if self._ranks.is_sharded and check_every is not None:
-            raise UsageError(
-                "the live check does not support FSDP2: check the model on one GPU, and set check_every=None "
-                "here"
-            )
         self._book = BookKeeping(self._ranks.module, max_grad_norm)
         _check_optimizer(optimizer, self._book.parameters)
         self._max_grad_norm = max_grad_norm
