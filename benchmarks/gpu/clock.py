@@ -7,13 +7,15 @@ every 1, 7, 20 or 50 steps, before or after `log_step`; in one variant an evalua
 prints per variant
   rows          compared: all but the monitor's warm-up steps
   step          the median step by hand in host-bound and in device-bound turns
-  difference    the largest difference of a row's step time from the events by hand, relative to the latter,
-                and how many rows are further than 2 % from them
+  difference    the largest difference of a row's step time from the events by hand before `log_step`,
+                relative to the latter, and how many rows are further than 2 % from them
+  beyond        the same as far as events on both sides of `log_step` do not explain it: the monitor's own
+                event lies between them, and a host that is held up there moves it
   left out      what the monitor excluded as unusual, and by hand, from events at both ends of the same gaps:
                 a gap ends between an event before the model is called and one in its forward pass, since a
                 host that is held up between these two is held up in either
 and what placing a mark takes the host. On a CPU the host's clock stands for the events.
-Ends with one line of JSON; exits 1 where a row is further than 2 % from the truth.
+Ends with one line of JSON; exits 1 where a row is more than 2 % beyond what both events allow.
 
     python benchmarks/gpu/clock.py [--device cuda] [--models linear unet] [--tiny]
 """
@@ -176,7 +178,7 @@ class Program:
 
     def run(self, variant: Variant, folder: str) -> dict[str, Any]:
         """The rows of the monitor against the stamps."""
-        stamps, ends, begins, entered = self.stamps, [], [], []
+        stamps, ends, logged, begins, entered = self.stamps, [], [], [], []
         monitor = TrainingMonitor(folder, model=self.model)
         # After the monitor's own hook, which was there before it.
         hook = self.model.register_forward_pre_hook(lambda *_: entered.append(stamps.now()))
@@ -190,6 +192,7 @@ class Program:
                 loss.item()
             ends.append(stamps.now())
             monitor.log_step(step, 0, loss, None, 1e-6)
+            logged.append(stamps.now())
             if is_due and variant.after_log_step:
                 loss.item()
             if variant.evaluates and step % EVALUATE_EVERY == 0:
@@ -204,7 +207,8 @@ class Program:
             (stamps.between_s(end, begin), stamps.between_s(end, inside))
             for end, begin, inside in zip(ends, begins[1:], entered[1:], strict=False)
         ]
-        return self._compared(rows, by_hand, gaps)
+        in_log_step = [stamps.between_s(end, after) for end, after in zip(ends, logged, strict=True)]
+        return self._compared(rows, by_hand, in_log_step, gaps)
 
     def _is_host_bound(self, step: int) -> bool:
         return step >= LEAD_IN_STEPS and (step - LEAD_IN_STEPS) // STEPS_PER_TURN % 2 == 0
@@ -217,7 +221,11 @@ class Program:
                 self.model(self.batch)
 
     def _compared(
-        self, rows: list[dict[str, Any]], by_hand: list[float], gaps: list[tuple[float, float]]
+        self,
+        rows: list[dict[str, Any]],
+        by_hand: list[float],
+        in_log_step: list[float],
+        gaps: list[tuple[float, float]],
     ) -> dict[str, Any]:
         """Rows from the second step on; a gap that the monitor excluded is taken off by hand too."""
         compared = [row for row in rows if row["global_step"] > LEAD_IN_STEPS and not row.get("perf/warmup")]
@@ -235,6 +243,14 @@ class Program:
             row["global_step"]: row["perf/step_time"] / true_s[row["global_step"]] - 1 for row in compared
         }
         worst = max(differences, key=lambda step: abs(differences[step]))
+        beyond = {  # a step is up to its end's time in log_step longer, or its begin's shorter
+            step: max(
+                difference - in_log_step[step] / true_s[step],
+                -difference - in_log_step[step - 1] / true_s[step],
+                0.0,
+            )
+            for step, difference in differences.items()
+        }
         medians = [
             statistics.median(
                 true_s[step] for step in differences if self._is_host_bound(step) == is_host_bound
@@ -247,6 +263,7 @@ class Program:
             "device_bound_step_s": medians[1],
             "largest_difference": abs(differences[worst]),
             "at_step": worst,
+            "largest_beyond": max(beyond.values()),
             "rows_above_limit": sum(abs(difference) > LIMIT for difference in differences.values()),
             "median_difference": statistics.median(map(abs, differences.values())),
             "left_out_s": sum(map(_left_out_s, compared)),
@@ -296,19 +313,20 @@ def main() -> int:
             print(
                 f"  {variant.name:34} {found['rows']} rows, steps {1e3 * found['host_bound_step_s']:.2f} and "
                 f"{1e3 * found['device_bound_step_s']:.2f} ms, difference at most "
-                f"{100 * found['largest_difference']:.2f} % (step {found['at_step']}), "
+                f"{100 * found['largest_difference']:.2f} % (step {found['at_step']}), beyond "
+                f"{100 * found['largest_beyond']:.2f} %, "
                 f"{found['rows_above_limit']} above {100 * LIMIT:.0f} %, median "
                 f"{100 * found['median_difference']:.3f} %, left out {found['left_out_s']:.3f} s, by hand "
                 f"{found['left_out_by_hand_s']:.3f} s",
                 flush=True,
             )
     worst = max(
-        found["largest_difference"]
+        found["largest_beyond"]
         for variants in results.values()
         for name, found in variants.items()
         if name != "mark"
     )
-    print(json.dumps({"versions": versions, "largest_difference": worst, "limit": LIMIT, "results": results}))
+    print(json.dumps({"versions": versions, "largest_beyond": worst, "limit": LIMIT, "results": results}))
     return int(worst > LIMIT)
 
 

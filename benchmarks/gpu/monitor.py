@@ -60,8 +60,8 @@ LIMIT = 0.0005
 FEWEST_PAIRS = 20
 """From which an interval tells anything."""
 START_UP_STEPS = 30
-OBSERVED_AT_FIRST = [1, 2]
-"""The steps of a run with equal batches that are observed before the regular check."""
+OBSERVED_AT_FIRST = [1, 2, 10, 24]
+"""The steps of a run of `START_UP_STEPS` equal batches that are observed."""
 TRUTH_STEPS = 50
 PARTS = ("start-up", "waiting", "truth", "cost")
 WAITING = (
