@@ -495,6 +495,31 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Of its parameters, sorted; empty if unknown."""
 
 
+class RunStart(msgspec.Struct, frozen=True, kw_only=True):
+    """One start of a run, which may be started several times in one folder; times are Unix times."""
+
+    process_began_at_s: float | None = None
+    began_at_s: float
+    """When the training began, with its first batch."""
+    ended_at_s: float | None = None
+    """When the monitor was closed; None while it runs, or if the process was killed."""
+    ended_by: str | None = None
+    """The exception that ended it."""
+    signal_at_s: float | None = None
+    """When SIGTERM or SIGHUP came, which ends most programs."""
+    last_write_at_s: float | None = None
+    """When its log was last written, where only the next start could see that."""
+    log_begins_at: int | None = None
+    """The position of its first row in the log, in bytes; None before there is one."""
+    host: str | None = None
+    device: str | None = None
+    devices: int = 1
+    """How many: one for each rank."""
+    allocation: str | None = None
+    """The scheduler's job that held the devices."""
+    allocation_began_at_s: float | None = None
+
+
 class RunRecord(_VersionedRecord, frozen=True, kw_only=True):
     """A monitored run as its report reads it; without a summary it is still running, or was killed."""
 
@@ -519,6 +544,8 @@ class RunRecord(_VersionedRecord, frozen=True, kw_only=True):
     git_commit: str | None = None
     """Of the folder it was started in; "-dirty" is appended if files differ, "-unchecked" if that is not
     known; None outside git."""
+    starts: list[RunStart] = []
+    """All starts in this folder, the last one last."""
     summary: RunSummary | None = None
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from truemfu.monitor.ranks.rank_file import read_files
-from truemfu.report.run.ranks import life_of, load_ranks
+from truemfu.report.run.load import load_run
 
 TIME_LIMIT_S = 200
 STEPS = 10
@@ -94,8 +94,17 @@ def test_each_place_has_one_file_with_the_rows_of_all_attempts(folder: Path) -> 
 
 
 def test_the_report_sums_up_the_attempts(folder: Path) -> None:
-    ranks = load_ranks(folder)
-    assert [line.attempts for line in ranks.lines] == [3, 3, 1]
-    life = {part.name: part.seconds for part in life_of(ranks.of_first, {})}
-    assert life["between attempts"] > 1.0
-    assert life["steps"] > 0.15 * STEPS
+    run = load_run(folder)
+    assert [line.attempts for line in run.ranks.lines] == [3, 3, 1]
+    job = run.job
+    assert job is not None
+    assert [start.ended for start in job.starts][1:] == ["finished", "finished"]  # the first: by torchrun
+    assert [(start.first_step, start.last_step) for start in job.starts] == [(1, 10), (11, 20), (21, 30)]
+    assert [start.where.split(" ×")[0] for start in job.starts] == ["2", "2", "3"]
+    parts = dict(job.parts)
+    assert parts["steps that counted"] > 0.15 * 3 * STEPS
+    assert "steps done again or lost" not in parts
+    assert parts["between starts"] > 0
+    assert job.with_gaps is not None
+    assert sum(parts.values()) == pytest.approx(job.with_gaps.seconds)
+    assert job.held.job_mfu == pytest.approx(job.step_mfu * job.held.goodput)

@@ -38,6 +38,7 @@ def status(folder: Path | None, as_json: bool) -> None:
     if folder is None:
         _list_runs(as_json)
         return
+    from ..report.run.job_view import job_lines
     from ..report.run.load import load_run
     from ..report.run.log_summary import results_of, summary_of_log
     from ..run_summary.texts import figures
@@ -59,6 +60,7 @@ def status(folder: Path | None, as_json: bool) -> None:
             if one.label in _SHOWN
         ),
         ("FLOPs by", summary.method or "nothing yet"),
+        *(job_lines(run.job) if run.job is not None else ()),
     ]
     for label, text in lines:
         say(f"  {label:22}{text}")
@@ -109,6 +111,8 @@ def _list_runs(as_json: bool) -> None:
 
 def _state_of(run: LoadedRun, summary: RunSummary) -> dict[str, Any]:
     """What a script reads; `summary` is that of the log."""
+    from ..report.run.job_view import job_json
+
     last = run.rows[-1] if run.rows else None
     own = None if run.record is None else run.record.summary
     age_s = None if own is not None or last is None else max(0.0, time.time() - run.files[1].stat().st_mtime)
@@ -129,6 +133,7 @@ def _state_of(run: LoadedRun, summary: RunSummary) -> dict[str, Any]:
         "median_hfu": summary.median_hfu,
         "median_tokens_per_second": summary.median_tokens_per_second,
         "method": summary.method,
+        **job_json(run.job),
     }
 
 

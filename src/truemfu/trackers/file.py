@@ -65,6 +65,10 @@ class JsonArrayFile:
         self._end = self._rows = 0
         self._is_begun = False
         """Whether the position for new rows is known; a full disk may delay that."""
+        self.begins_at: int | None = None
+        """Where the rows of this run begin; None before the file is open."""
+        self.written_before_s: float | None = None
+        """When the file was last written before that; None for a new one."""
         self.rows_removed = 0
         """Rows in the file that another program has truncated or overwritten."""
         self._waiting: list[Mapping[str, Any]] = []
@@ -210,8 +214,10 @@ class JsonArrayFile:
         )
 
     def _begin(self) -> None:
+        status = os.fstat(self._fd)
         self._continue()
         self._is_begun = True
+        self.begins_at, self.written_before_s = self._end, status.st_mtime if status.st_size else None
 
     def _continue(self) -> None:
         """Find the position of the next row; a damaged file is repaired or renamed."""

@@ -13,7 +13,7 @@ from truemfu.monitor.ranks.rank_file import file_name
 from truemfu.monitor.ranks.rank_row import RankRow
 from truemfu.report.run.load import load_run
 from truemfu.report.run.page import write_run_page
-from truemfu.report.run.ranks import life_of, rank_lines
+from truemfu.report.run.ranks import rank_lines
 
 
 def row(rank: int, number: int, at_s: float, gpu: str | None = None, **values: Any) -> RankRow:
@@ -54,33 +54,6 @@ def test_a_device_whose_rank_changed_is_not_shared() -> None:
     assert (line.ranks, line.attempts) == ("0, 1", 3)
 
 
-def test_the_parts_of_a_jobs_life_add_up() -> None:
-    rows = [row(0, 1, 101.0), row(0, 2, 121.0, steps=20), row(0, 1, 141.0, restart=1), row(1, 1, 500.0)]
-    parts = life_of(rows, {"checkpoint": 2.0, "evaluation": 0.0})
-    assert {part.name: part.seconds for part in parts} == pytest.approx(
-        # 41 s from a second before the first row: 10 + 20 + 10 steps of half a second, 19 s without a process
-        {"steps": 20.0, "between attempts": 19.0, "checkpoint": 2.0}
-    )
-    slower = life_of([row(0, 1, 101.0), row(0, 2, 151.0)], {})
-    assert {part.name: part.seconds for part in slower} == {"steps": 10.0, "warm-up, counting, waiting": 41.0}
-    assert sum(part.share for part in slower) == pytest.approx(1.0)
-
-
-def test_steps_that_a_restart_runs_again_are_not_progress() -> None:
-    rows = [
-        row(0, 1, 101.0, step=10),
-        row(0, 2, 111.0, step=20),
-        row(0, 1, 121.0, step=15, restart=1),  # from a checkpoint after step 5
-        row(0, 2, 131.0, step=25, restart=1),
-    ]
-    found = {part.name: part.seconds for part in life_of(rows, {})}
-    assert (found["steps"], found["steps repeated after a restart"]) == (15.0, 5.0)
-
-
-def test_without_rows_of_rank_0_the_life_is_unknown() -> None:
-    assert life_of([row(1, 1, 5.0)], {}) == []
-
-
 def test_the_page_shows_ranks_and_what_could_not_be_read(run_folder: Path, tmp_path: Path) -> None:
     folder = run_folder / "ranks"
     folder.mkdir()
@@ -88,11 +61,10 @@ def test_the_page_shows_ranks_and_what_could_not_be_read(run_folder: Path, tmp_p
         lines = [msgspec.json.encode(row(rank, number, 10.0 * number)) for number in (1, 2)]
         (folder / file_name("node", f"GPU-{rank}")).write_bytes(b"\n".join([*lines, b'{"rank":']))
     run = load_run(run_folder)
-    assert (len(run.ranks.lines), len(run.ranks.of_first)) == (2, 2)
+    assert len(run.ranks.lines) == 2
     page = bare(write_run_page(tmp_path / "page.html", run).read_text())
     assert "<h2>Ranks</h2>" in page
     assert page.count("<td>node</td>") == 2
-    assert "The job's time, over all attempts" in page
     assert "Rows of a rank are missing: node-GPU-0.jsonl: 1 lines cannot be read." in page
 
 

@@ -24,7 +24,7 @@ from ...trackers.lane import Lane
 from ..config import MonitorConfig
 from ..step_note import StepPosition
 from .remote_trackers import RemoteTrackers
-from .run_file import RunFile
+from .run_file import SIGNALLED, RunFile
 
 _LOCAL_FLUSH_S = 0.5
 """Rows arrive up to nine seconds after their step, and must be on disk within ten."""
@@ -130,11 +130,16 @@ class Output:
             self._notice(f"tracker {lane.name} did not accept its rows within {timeout_s:.0f} s")
 
     def write_local(self, timeout_s: float) -> None:
-        """Flush every tracker, and wait for the local log only: the process is about to end."""
+        """Flush every tracker, and wait for the files in the run's folder only: a signal has come."""
+        ends_s = time.monotonic() + timeout_s
+        if self._run_file is not None:
+            self._run_file.put(0, {SIGNALLED: time.time()})
+            self._run_file.flush()
         for lane in self._lanes():
             lane.flush()
-        if self._local is not None:
-            self._local.wait_until_idle(timeout_s)
+        for waited in (self._local, self._run_file):
+            if waited is not None:
+                waited.wait_until_idle(max(ends_s - time.monotonic(), 0.0))
 
     def close(self, summarize: Callable[[], Mapping[str, Any]], timeout_s: float) -> None:
         """Finish every tracker, then write the run file with the final summary."""
@@ -180,7 +185,7 @@ class Output:
         run = self._run(describe())
         self._local = Lane(self._log, "file", flush_every_s=_LOCAL_FLUSH_S, notice=self._notice)
         path = self._dir / RUN_FILE
-        self._run_file = Lane(RunFile(path, notice=self._notice), path.name, notice=self._notice)
+        self._run_file = Lane(RunFile(path, self._log, notice=self._notice), path.name, notice=self._notice)
         for lane in (*self._lanes(), self._run_file):
             lane.start(run)
 

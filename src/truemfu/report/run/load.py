@@ -20,6 +20,7 @@ import msgspec
 
 from ...errors import RecordError, UsageError
 from ...records import LOG_FILE, RUN_FILE, RunRecord, read_record
+from .job import Job, job_of, positions_of
 from .log_rows import LogRows, ReadLog, read_log
 from .ranks import RanksOfRun, load_ranks
 
@@ -49,6 +50,8 @@ class LoadedRun:
     """Empty for a single process."""
     last_window: LastWindow | None = None
     """Only read without a summary, which covers all windows."""
+    job: Job | None = None
+    """What all its starts together got out of the devices; None if they are not recorded."""
     notes: tuple[str, ...] = ()
     """Sentences about problems with the files."""
 
@@ -81,7 +84,7 @@ def load_run(folder: Path | str) -> LoadedRun:
     elif summary.ended_by is not None:
         notes.append(f"The run was ended by {summary.ended_by}.")
     log_name = _log_name(record)
-    log = _log(folder / log_name, has_summary=summary is not None, notes=notes)
+    log = _log(folder / log_name, record, notes=notes)
     rows = log.rows
     if record is None and not rows:
         raise UsageError(
@@ -100,6 +103,7 @@ def load_run(folder: Path | str) -> LoadedRun:
         rows=rows,
         ranks=ranks,
         last_window=_last_window(log.last_with),
+        job=None if record is None else job_of(record.starts, log.starts, _written_at_s(folder / log_name)),
         notes=tuple(notes),
     )
 
@@ -119,10 +123,12 @@ def _record(path: Path) -> tuple[RunRecord | None, str | None]:
         return None, f"The run file {error}".replace(str(path), path.name)
 
 
-def _log(path: Path, *, has_summary: bool, notes: list[str]) -> ReadLog:
+def _log(path: Path, record: RunRecord | None, *, notes: list[str]) -> ReadLog:
     """The rows of the log by step, and without a summary the last one with values of counters."""
+    has_summary = record is not None and record.summary is not None
+    starts_at = positions_of([] if record is None else record.starts)
     try:
-        log = read_log(path, None if has_summary else _OF_COUNTERS)
+        log = read_log(path, None if has_summary else _OF_COUNTERS, starts_at)
     except OSError as error:
         notes.append(f"The log {path.name} cannot be read, so there are no charts: {error.strerror}.")
         return ReadLog()
@@ -138,6 +144,14 @@ def _log(path: Path, *, has_summary: bool, notes: list[str]) -> ReadLog:
             "folder."
         )
     return log
+
+
+def _written_at_s(path: Path) -> float | None:
+    """When a file was last written; None if it is not there."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return None
 
 
 _OF_COUNTERS = re.compile(

@@ -123,6 +123,13 @@ class LogRows:
             else:
                 column += [sys.intern(value) if isinstance(value, str) else value for value in values]
 
+    def part(self, begin: int, end: int) -> LogRows:
+        """The rows from one index to another."""
+        found = LogRows()
+        found.steps = self.steps[begin:end]
+        found._columns = {name: column[begin:end] for name, column in self._columns.items()}
+        return found
+
     def sort(self) -> int:
         """Order the rows by step, the last one of each; the number of rows that this removed."""
         if all(map(lt, self.steps, islice(self.steps, 1, None))):
@@ -142,6 +149,15 @@ def _without_values(name: str, rows: int) -> array[float] | list[Any]:
     return array("d", [_UNKNOWN]) * rows if name in _NUMBERS else [_DEFAULTS[name]] * rows
 
 
+def peak_flops_per_s(rows: LogRows) -> float | None:
+    """The peak of one device, by the last MFU: FLOP/s over MFU."""
+    for row in reversed(rows):
+        own_mfu = row.mfu if row.mfu_per_gpu is None else row.mfu_per_gpu
+        if own_mfu and row.tflops_per_gpu:
+            return 1e12 * row.tflops_per_gpu / own_mfu
+    return None
+
+
 @dataclass(kw_only=True)
 class ReadLog:
     """A log as it could be read."""
@@ -156,6 +172,8 @@ class ReadLog:
     """Rows of a step that was logged again."""
     last_with: tuple[int, bytes] | None = None
     """Step and JSON of the last row that the given pattern was found in, near the end of the log."""
+    starts: list[LogRows] = field(default_factory=list)
+    """The rows of each start of the run, if it was asked for; a step may be in several."""
 
     @property
     def is_whole(self) -> bool:
@@ -166,32 +184,47 @@ class ReadLog:
         return len(self.rows) + self.repeated
 
 
-def read_log(path: Path, pattern: re.Pattern[bytes] | None = None) -> ReadLog:
-    """Read a log block by block; an OSError if that is not possible."""
-    log, block = ReadLog(), b""
+def read_log(path: Path, pattern: re.Pattern[bytes] | None = None, starts_at: Sequence[int] = ()) -> ReadLog:
+    """Read a log block by block; an OSError if that is not possible.
+
+    `starts_at` are the positions of the first rows of a run's starts, in their order.
+    """
+    log, block, read = ReadLog(), b"", 0
     newest: deque[bytes] = deque(maxlen=_NEWEST_BLOCKS if pattern is not None else 0)
-    for number, block in enumerate(_blocks(path)):
+    first_rows: list[int] = []
+    for number, block in enumerate(_blocks(path, starts_at)):
+        while len(first_rows) < len(starts_at) and starts_at[len(first_rows)] <= read:
+            first_rows.append(len(log.rows))
+        read += len(block)
         rows, unread = _rows_of(block, is_first=number == 0)
         log.rows.add(rows)
         if unread is not None:
             log.is_damaged, log.unread = True, log.unread + unread
         newest.append(block)
     log.is_cut_off = not block.rstrip(b"\0 \t\r\n").endswith(b"]")
+    ends = [*first_rows[1:], len(log.rows)]
+    log.starts = [log.rows.part(begin, end) for begin, end in zip(first_rows, ends, strict=False)]
+    log.starts += [LogRows() for _ in starts_at[len(first_rows) :]]
     log.repeated = log.rows.sort()
     log.last_with = _last_with(pattern, b"".join(newest)) if pattern is not None else None
     return log
 
 
-def _blocks(path: Path) -> Iterator[bytes]:
-    """The file in pieces that begin at a row."""
-    rest = b""
+def _blocks(path: Path, cuts: Sequence[int] = ()) -> Iterator[bytes]:
+    """The file in pieces that begin at a row, also at the first row behind each of these positions."""
+    rest, read, waiting = b"", 0, deque(cuts)
     with open(open_plain(path, os.O_RDONLY), "rb") as file:
         while data := file.read(_BLOCK_BYTES):
             rest += data
+            while waiting and (cut := rest.find(b"\n{", max(waiting[0] - read, 0))) >= 0:
+                waiting.popleft()
+                if cut > 0:
+                    yield rest[:cut]
+                    rest, read = rest[cut:], read + cut
             cut = rest.rfind(b"\n{")
             if cut > 0:
                 yield rest[:cut]
-                rest = rest[cut:]
+                rest, read = rest[cut:], read + cut
     yield rest
 
 

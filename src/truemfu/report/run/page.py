@@ -20,14 +20,15 @@ from ...run_summary.texts import (
     started,
     why_no_waterfall,
 )
-from ...text import duration, share, size
+from ...text import duration, size
 from ..drawing.html import write_template
 from ..drawing.line_chart import Chart, Series, line_chart, thinning
 from ..drawing.tables import Table, digits, measures, table_of, words
+from .job_view import job_view
 from .load import LastWindow, LoadedRun
 from .log_rows import LogRows
 from .log_summary import PAUSES, results_of
-from .ranks import RankLine, life_of
+from .ranks import RankLine
 from .verdict import verdict
 from .waterfall_bars import view_of
 from .worst_steps import worst_steps, worst_table
@@ -67,7 +68,7 @@ def write_run_page(path: Path, run: LoadedRun, price_per_gpu_hour: float | None 
         ranks=_ranks_table(run.ranks.lines[:_MOST_RANKS]) if run.ranks.lines else None,
         more_ranks=max(0, len(run.ranks.lines) - _MOST_RANKS),
         stragglers=[straggler.text for straggler in summary.stragglers if straggler.text],
-        life=_life_table(run, pauses),
+        job=None if run.job is None else job_view(run.job),
         remarks=[
             ("Warnings", summary.warnings),
             ("Lost", summary.lost),
@@ -216,22 +217,6 @@ def _ranks_table(lines: Sequence[RankLine]) -> Table:
             measures("data wait a step", duration, lambda line: line.data_wait_s),
             measures("memory", size, lambda line: line.memory_bytes),
             words("last seen", lambda line: line.last_seen),
-        ],
-    )
-
-
-def _life_table(run: LoadedRun, pauses: Mapping[str, Mapping[int, float]]) -> Table | None:
-    paused = {kind if kind != "other" else "other pause": sum(own.values()) for kind, own in pauses.items()}
-    parts = life_of(run.ranks.of_first, paused)
-    if not parts:
-        return None
-    return table_of(
-        "The job's time, over all attempts",
-        parts,
-        [
-            words("part", lambda part: part.name),
-            measures("time", duration, lambda part: part.seconds, unit="s"),
-            measures("share", share, lambda part: part.share),
         ],
     )
 

@@ -1,7 +1,6 @@
-"""The ranks of a job, and what became of its time, from the rows that every rank left in the run's folder.
+"""The ranks of a job, from the rows that every rank left in the run's folder.
 
     ranks/*.jsonl ─► a line for each device: host, steps, median step, data wait, memory, last seen
-                  ─► the job's life over all its attempts: steps, restarts, pauses, the rest
 
 However many files are there are read, one after the other: those of one machine, or of all. A device is one
 line whatever rank numbers it had; a rank that shares its device with another has a line of its own.
@@ -10,18 +9,15 @@ line whatever rank numbers it had; a rank that shares its device with another ha
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from itertools import pairwise
 from pathlib import Path
 
 from ...monitor.ranks.rank_file import read_files
 from ...monitor.ranks.rank_row import RankRow
 
 _MOST_FAULTS = 8
-_FIRST_ROW_S = 1.0
-"""The first row of an attempt comes this long after its first step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,22 +37,11 @@ class RankLine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LifePart:
-    """A part of the job's life."""
-
-    name: str
-    seconds: float
-    share: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class RanksOfRun:
     """What the files of a run's ranks say."""
 
     lines: tuple[RankLine, ...] = ()
     """By the rank that a device had last."""
-    of_first: tuple[RankRow, ...] = ()
-    """The rows of rank 0, by time."""
     faults: tuple[str, ...] = ()
     """What could not be read."""
 
@@ -64,17 +49,14 @@ class RanksOfRun:
 def load_ranks(folder: Path) -> RanksOfRun:
     """The ranks of the run in a folder; empty for a single process."""
     lines: list[tuple[int, RankLine]] = []
-    of_first: list[RankRow] = []
     faults: list[str] = []
     for rows, own_faults in read_files(folder):
         lines += rank_lines(rows)
-        of_first += [row for row in rows if row.rank == 0]
         faults += own_faults
     if len(faults) > _MOST_FAULTS:
         faults[_MOST_FAULTS:] = [f"{len(faults) - _MOST_FAULTS:,} more files"]
     return RanksOfRun(
         lines=tuple(line for _, line in sorted(lines, key=lambda found: found[0])),
-        of_first=tuple(sorted(of_first, key=lambda row: row.at_s)),
         faults=tuple(faults),
     )
 
@@ -126,34 +108,3 @@ def _median(rows: Sequence[RankRow]) -> float:
         if seen >= half:
             return step_time_s
     raise AssertionError("no rows")
-
-
-def life_of(rows: Iterable[RankRow], paused_s: Mapping[str, float]) -> list[LifePart]:
-    """What became of the time from the first start to the last row, by the rows of rank 0.
-
-    `paused_s` are the seconds of evaluation, checkpoints and so on. Empty without rows of rank 0.
-    """
-    own = [row for row in rows if row.rank == 0]
-    if not own:
-        return []
-    repeated_s, restarts_s, reached = 0.0, 0.0, -1
-    for before, after in pairwise(own):
-        if after.number <= before.number:  # another attempt, perhaps from an earlier step
-            reached = max(reached, before.step or 0)
-            restarts_s += max(0.0, after.at_s - _FIRST_ROW_S - before.at_s)
-        if after.step is not None and after.step <= reached:
-            repeated_s += after.steps * (after.step_time_s or 0.0)
-    whole_s = own[-1].at_s - own[0].at_s + _FIRST_ROW_S
-    parts = {
-        "steps": sum(row.steps * row.step_time_s for row in own if row.step_time_s is not None) - repeated_s,
-        "steps repeated after a restart": repeated_s,
-        "between attempts": restarts_s,
-        **paused_s,
-    }
-    rest_s = whole_s - sum(parts.values())
-    parts["warm-up, counting, waiting"] = max(0.0, rest_s)
-    return [
-        LifePart(name=name, seconds=seconds, share=seconds / whole_s)
-        for name, seconds in parts.items()
-        if seconds > 0 and whole_s > 0
-    ]

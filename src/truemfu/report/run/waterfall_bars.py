@@ -40,7 +40,7 @@ def view_of(hardware: RunHardware | None) -> WaterfallView | None:
     if hardware is None or fall is None or not fall.parts:
         return None
     return WaterfallView(
-        bars=_bars(fall.parts, hardware.limiter),
+        bars=bars_of("the peak", fall.parts, hardware.limiter),
         table=_table(fall, hardware.limiter),
         advice=hardware.advice,
         sentences=[*_reading(fall.parts), *fall.notes],
@@ -52,7 +52,8 @@ def points(share: float | None) -> str:
     return "unknown" if share is None else f"{100 * share:.1f}".replace("-", "−").replace("−0.0", "0.0")
 
 
-def _bars(parts: Sequence[WaterfallPart], limiter: str | None) -> list[WaterfallBar]:
+def bars_of(whole_name: str, parts: Sequence[WaterfallPart], limiter: str | None) -> list[WaterfallBar]:
+    """The whole, and its parts from the top; the last one is what is left."""
     spans, level = [(0.0, 1.0)], 1.0
     for part in parts[:-1]:
         left_after = level - (part.share or 0.0)
@@ -61,7 +62,7 @@ def _bars(parts: Sequence[WaterfallPart], limiter: str | None) -> list[Waterfall
     spans.append((min(0.0, level), max(0.0, level)))
     least, most = min(low for low, _ in spans), max(high for _, high in spans)
     percent = 100 / (most - least)
-    whole = WaterfallPart(key="peak", name="the peak", share=1.0)
+    whole = WaterfallPart(key="whole", name=whole_name, share=1.0)
     kinds = ["peak", *(_kind(part, limiter) for part in parts[:-1]), "useful"]
     return [
         WaterfallBar(
