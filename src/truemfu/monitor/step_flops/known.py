@@ -289,7 +289,7 @@ class KnownSteps:
         newest = reversed(self._alike.items())
         return next((alike for key, alike in newest if (key[0], *key[2:]) == (wanted[0], *wanted[2:])), None)
 
-    def _predicted(self, note: StepNote) -> Any:
+    def _predicted(self, note: StepNote) -> dict[str, int] | None:
         """By the form of steps that ran the same; where the gradients are unknown all forms must agree."""
         kind, sizes = (note.state, note.passes, _Ran(note.nodes, note.gradients)), _sizes(note)
         exact = self._forms.get(kind)
