@@ -495,29 +495,32 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Of its parameters, sorted; empty if unknown."""
 
 
+_UnixTime = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
+
+
 class RunStart(msgspec.Struct, frozen=True, kw_only=True):
     """One start of a run, which may be started several times in one folder; times are Unix times."""
 
-    process_began_at_s: float | None = None
-    began_at_s: float
+    process_began_at_s: _UnixTime | None = None
+    began_at_s: _UnixTime
     """When the training began, with its first batch."""
-    ended_at_s: float | None = None
+    ended_at_s: _UnixTime | None = None
     """When the monitor was closed; None while it runs, or if the process was killed."""
     ended_by: str | None = None
     """The exception that ended it."""
-    signal_at_s: float | None = None
+    signal_at_s: _UnixTime | None = None
     """When SIGTERM or SIGHUP came, which ends most programs."""
-    last_write_at_s: float | None = None
+    last_write_at_s: _UnixTime | None = None
     """When its log was last written, where only the next start could see that."""
     log_begins_at: int | None = None
     """The position of its first row in the log, in bytes; None before there is one."""
     host: str | None = None
     device: str | None = None
-    devices: int = 1
+    devices: Count = 1
     """How many: one for each rank."""
     allocation: str | None = None
     """The scheduler's job that held the devices."""
-    allocation_began_at_s: float | None = None
+    allocation_began_at_s: _UnixTime | None = None
 
 
 class RunRecord(_VersionedRecord, frozen=True, kw_only=True):

@@ -204,7 +204,12 @@ def test_a_wrong_book_keeping_fails_by_far(
         norms = gradients._ghost_norms
         monkeypatch.setattr(gradients, "_ghost_norms", lambda uses, part: norms(uses[:1], part) / 2)
     elif fault == "weighted sums":
-        monkeypatch.setattr(gradients.Sums, "weighted_sum", lambda self, weights: self.per_sample.sum(0))
+        sums = gradients.SmallParameters.weighted_sums
+        monkeypatch.setattr(
+            gradients.SmallParameters,
+            "weighted_sums",
+            lambda self, weights: sums(self, torch.ones_like(weights)),
+        )
     elif fault == "clipping":
         monkeypatch.setattr(bookkeeping.BookKeeping, "weights", lambda self, norms: torch.ones_like(norms))
     else:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import ModelError
+from ..errors import ModelError, one_line
+from ..flops import unwrap
 from ..private.batches import samples_of
 from ..private.check import dropouts_of, gradient_error
 from .find_models import models_with, parameters_of
@@ -32,6 +33,7 @@ _CLIP_WHOLE_SAMPLES = (
     *("DPOptimizerFastGradientClipping", "DistributedDPOptimizerFastGradientClipping"),
 )
 """Optimizers that clip the gradient of a sample over all parameters together."""
+_TF32_EPSILON = 2.0**-10
 
 
 class Monitor(Protocol):
@@ -59,7 +61,7 @@ class OpacusCheck:
     def update_begins(self, optimizer: torch.optim.Optimizer, monitor: Monitor) -> None:
         """The optimizer inside that of Opacus is about to update its parameters."""
         parameters = parameters_of(optimizer)
-        if not parameters or not hasattr(parameters[0], "summed_grad") or _is_other_rank():
+        if not any(hasattr(p, "summed_grad") for p in parameters) or _is_other_rank():
             return
         if self._optimizer is None:
             self._optimizer = optimizer
@@ -67,12 +69,15 @@ class OpacusCheck:
             return
         self._steps += 1
         recorded, self._pass = self._pass, None
-        if recorded is not None:
-            recorded.end()
-            with monitor.pause("other"):
-                self._check(recorded, monitor)
-        if self._steps + 1 == FIRST_CHECK or (self._steps + 1) % CHECK_EVERY == 0:
-            self._pass = _ForwardPass(_private_model(parameters))
+        try:
+            if recorded is not None:
+                recorded.end()
+                with monitor.pause("other"):
+                    self._check(recorded, parameters, monitor)
+            if self._steps + 1 == FIRST_CHECK or (self._steps + 1) % CHECK_EVERY == 0:
+                self._pass = _ForwardPass(_private_model(parameters))
+        except Exception as unknown:  # a model may refuse to run alone, or Opacus may be used in another way
+            monitor.notice(f"the private gradient of step {self._steps} was not checked: {one_line(unknown)}")
 
     def result(self) -> str:
         """One line about all checks."""
@@ -81,16 +86,14 @@ class OpacusCheck:
         if not self.errors:
             return f"no private gradient was checked in {self._steps} steps with Opacus"
         return (
-            f"private gradients were checked in {len(self.errors)} of {self._steps} steps: they differ from "
-            f"a loop over the samples by {max(self.errors):.1e} at most"
+            f"private gradients were checked in {len(self.errors)} of {self._steps} steps of the first "
+            f"optimizer of Opacus: they differ from a loop over the samples by {max(self.errors):.1e} at most"
         )
 
-    def _check(self, recorded: _ForwardPass, monitor: Monitor) -> None:
-        try:
-            error, limit = recorded.error(_private_optimizer(self._optimizer))
-        except ModelError as unknown:
-            monitor.notice(f"the private gradient of step {self._steps} was not checked: {unknown}")
-            return
+    def _check(self, recorded: _ForwardPass, parameters: list[Tensor], monitor: Monitor) -> None:
+        error, limit = recorded.error(_private_optimizer(self._optimizer), parameters)
+        if error > limit and recorded.doubt is not None:
+            raise ModelError(recorded.doubt)
         self.errors.append(error)
         monitor.add_metrics({"privacy/gradient_error": error})
         if error > limit:
@@ -108,25 +111,45 @@ class _ForwardPass:
         self._model = model
         self._passes = 0
         self._inputs: tuple[Any, Any] = ((), {})
-        self._samples = 0
+        self._versions: list[int] = []
+        self._outputs: list[Tensor] = []
         self._gradients: dict[int, Tensor] = {}
         """Of the tensors of the output, by their place; of the first backward pass."""
-        self.end: Callable[[], None] = model.register_forward_hook(self._ended, with_kwargs=True).remove
+        self._autocast: torch.dtype | None = None
+        self.doubt: str | None = None
+        """Why a difference may be that of the comparison."""
+        self._hooks = [
+            model.register_forward_pre_hook(self._begins, with_kwargs=True),
+            model.register_forward_hook(self._ended),
+        ]
 
-    def _ended(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def end(self) -> None:
+        """Watch the model no longer."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.is_grad_enabled():
+            self._passes += 1
+            self._inputs, self._versions = (args, kwargs), _versions((args, kwargs))
+
+    def _ended(self, model: nn.Module, args: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
             return
-        self._passes += 1
-        self._inputs = args, kwargs
+        self._outputs = _tensors(output)
         self._gradients.clear()
-        for place, tensor in enumerate(_tensors(output)):
-            if tensor.requires_grad:
+        for place, tensor in enumerate(self._outputs):
+            if tensor.requires_grad and not any(tensor is other for other in self._outputs[:place]):
                 tensor.register_hook(functools.partial(self._keep, place))
+                device = tensor.device.type
+                self._autocast = (
+                    torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+                )
 
     def _keep(self, place: int, gradient: Tensor) -> None:
         self._gradients.setdefault(place, gradient)
 
-    def error(self, optimizer: Any) -> tuple[float, float]:
+    def error(self, optimizer: Any, parameters: list[Tensor]) -> tuple[float, float]:
         """The relative error of the clipped sum, and its limit; a ModelError with the reason if unknown."""
         model, name = self._model, type(optimizer).__name__
         if name not in _CLIP_WHOLE_SAMPLES:
@@ -137,22 +160,30 @@ class _ForwardPass:
             raise ModelError("the first dimension of its model's tensors is not that of samples")
         if any(rate and module.training for module, _, rate in dropouts_of(model)):
             raise ModelError("its model has dropout, so a second forward pass differs")
-        if not self._gradients:
-            raise ModelError("no output of its model had a gradient")
-        samples = samples_of(self._inputs)
-        scale = samples if model.loss_reduction == "mean" else 1
-        # A loss that the model returns is already the sample's own when the sample runs alone.
-        scalars = {place: g for place, g in self._gradients.items() if g.dim() == 0}
-        seeds = scalars or {place: g * scale for place, g in self._gradients.items()}
+        if _versions(self._inputs) != self._versions:
+            raise ModelError("the inputs of its model have changed since its forward pass")
+        seeds = self._seeds()
         sums = {
             name: parameter.summed_grad.view_as(parameter)
             for name, parameter in model.named_parameters()
             if getattr(parameter, "summed_grad", None) is not None
         }
+        if len(sums) != sum(getattr(p, "summed_grad", None) is not None for p in parameters):
+            raise ModelError("its optimizer trains parameters of other models too")
+        samples = next((len(g) for g in seeds.values() if g.dim()), None) or samples_of(self._inputs)
+        scale = samples if model.loss_reduction == "mean" else 1
+        # A loss that the model returns is already the sample's own when the sample runs alone.
+        seeds = {place: g * scale if g.dim() else g for place, g in seeds.items()}
+        if model.loss_reduction == "sum" and not all(g.dim() for g in seeds.values()):
+            self.doubt = "its model returns a loss, which may be a mean, and the reduction is a sum"
+        inner, device = unwrap(model._module), sums[min(sums)].device.type
 
         def losses_of(_: nn.Module, part: Any) -> Tensor:
             (args, kwargs), own = part
-            outputs = _tensors(model._module(*args, **kwargs))
+            with torch.autocast(device, self._autocast, enabled=self._autocast is not None):
+                outputs = _tensors(inner(*args, **kwargs))
+            if any(outputs[place].shape != g.shape for place, g in own.items()):
+                raise ModelError("its model returns tensors of other shapes for a sample alone")
             return torch.stack([(outputs[place] * g).sum() for place, g in own.items()]).sum()
 
         with torch.enable_grad(), _without_hooks(model):
@@ -164,8 +195,44 @@ class _ForwardPass:
                 max_grad_norm=optimizer.max_grad_norm,
                 samples=samples,
             )
-        epsilon = max(torch.finfo(g.dtype).eps for g in (*sums.values(), *seeds.values()))
+        dtypes = {one.dtype for one in (*sums.values(), *seeds.values())} | {self._autocast}
+        epsilon = max(torch.finfo(dtype).eps for dtype in dtypes if dtype is not None)
+        if device == "cuda" and (torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32):
+            epsilon = max(epsilon, _TF32_EPSILON)
         return error, epsilon**0.5
+
+    def _seeds(self) -> dict[int, Tensor]:
+        """The gradients of the outputs that no other output was computed from."""
+        if not self._gradients:
+            raise ModelError("no output of its model had a gradient")
+        inner = {
+            place
+            for place in self._gradients
+            for other in self._gradients
+            if other != place and _is_computed_from(self._outputs[other], self._outputs[place])
+        }
+        if inner:
+            self.doubt = "an output of its model is computed from another, and the loss may use both"
+        return {place: g for place, g in self._gradients.items() if place not in inner}
+
+
+def _is_computed_from(one: Tensor, other: Tensor) -> bool:
+    """Whether `other` is behind `one` in autograd's graph."""
+    waiting, seen = [one.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if node is other.grad_fn and one is not other:
+            return True
+        seen.add(node)
+        waiting += [before for before, _ in node.next_functions]
+    return False
+
+
+def _versions(inputs: Any) -> list[int]:
+    """Of all tensors, how often each was written in place."""
+    return [tensor._version for part in inputs for tensor in _tensors(part) if not tensor.is_inference()]
 
 
 @contextmanager
@@ -189,10 +256,14 @@ def _tensors(output: Any) -> list[Tensor]:
 
 
 def _private_model(parameters: list[Tensor]) -> Any:
+    """The model that computes gradients of samples by hooks; a ModelError if there is none."""
     from opacus.grad_sample import AbstractGradSampleModule
 
     found = [m for outer in models_with(parameters) for m in outer.modules()]
-    return next(m for m in found if isinstance(m, AbstractGradSampleModule))
+    model = next((m for m in found if isinstance(m, AbstractGradSampleModule)), None)
+    if not hasattr(model, "hooks_enabled"):
+        raise ModelError("its model does not compute the gradients of samples by hooks of a GradSampleModule")
+    return model
 
 
 def _private_optimizer(optimizer: torch.optim.Optimizer) -> Any:
@@ -200,7 +271,10 @@ def _private_optimizer(optimizer: torch.optim.Optimizer) -> Any:
     from opacus.optimizers import DPOptimizer
 
     around = (found for found in gc.get_objects() if DPOptimizer in type(found).__mro__)
-    return next(found for found in around if found.original_optimizer is optimizer)
+    for found in around:
+        if found.original_optimizer is optimizer:
+            return found
+    raise ModelError("its optimizer is not inside one of Opacus")
 
 
 def _is_other_rank() -> bool:

@@ -100,7 +100,9 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     buffers = {buffer: buffer.clone() for buffer in model.buffers()}
     devices = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
     products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    state = random.getstate()
+    registered = [(module, dict(module._buffers)) for module in model.modules()]
+    state, numpy = random.getstate(), sys.modules.get("numpy")
+    numpy_state = None if numpy is None else numpy.random.get_state()
     dropouts = list(dropouts_of(model))
     with torch.random.fork_rng(devices=sorted(devices)):
         try:
@@ -115,6 +117,11 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             torch.set_float32_matmul_precision(products)
             torch.backends.cudnn.allow_tf32 = convolutions
             random.setstate(state)
+            if numpy is not None:
+                numpy.random.set_state(numpy_state)
+            for owner, before in registered:
+                owner._buffers.clear()
+                owner._buffers.update(before)
             with torch.no_grad():
                 for buffer, kept in buffers.items():
                     buffer.copy_(kept)

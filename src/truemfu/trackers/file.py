@@ -67,8 +67,6 @@ class JsonArrayFile:
         """Whether the position for new rows is known; a full disk may delay that."""
         self.begins_at: int | None = None
         """Where the rows of this run begin; None before the file is open."""
-        self.written_before_s: float | None = None
-        """When the file was last written before that; None for a new one."""
         self.rows_removed = 0
         """Rows in the file that another program has truncated or overwritten."""
         self._waiting: list[Mapping[str, Any]] = []
@@ -207,6 +205,7 @@ class JsonArrayFile:
             return
         rows = self._rows
         self._continue()
+        self.begins_at = min(self.begins_at or 0, self._end)
         self.rows_removed += max(rows - self._rows, 0)
         self._notice(
             f"{self.path.name} was truncated or overwritten by another program during this run: "
@@ -214,10 +213,9 @@ class JsonArrayFile:
         )
 
     def _begin(self) -> None:
-        status = os.fstat(self._fd)
         self._continue()
         self._is_begun = True
-        self.begins_at, self.written_before_s = self._end, status.st_mtime if status.st_size else None
+        self.begins_at = self._end
 
     def _continue(self) -> None:
         """Find the position of the next row; a damaged file is repaired or renamed."""

@@ -58,6 +58,10 @@ class RunFile:
         )
         with contextlib.suppress(RecordError):  # there is none, or it is damaged
             self._earlier = read_record(self._path, RunRecord).starts[-_MOST_STARTS:]
+        if self._earlier and self._earlier[-1].ended_at_s is None:
+            with contextlib.suppress(OSError):  # the first row of this start comes later
+                at_s = self._log.path.stat().st_mtime
+                self._earlier[-1] = msgspec.structs.replace(self._earlier[-1], last_write_at_s=at_s)
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -92,11 +96,6 @@ class RunFile:
 
     def _write(self, run: Mapping[str, Any]) -> None:
         self._start = msgspec.structs.replace(self._start, log_begins_at=self._log.begins_at)
-        if self._earlier and self._earlier[-1].ended_at_s is None and self._log.written_before_s is not None:
-            self._earlier[-1] = msgspec.structs.replace(
-                self._earlier[-1], last_write_at_s=self._log.written_before_s
-            )
-            self._log.written_before_s = None
         starts = msgspec.to_builtins([*self._earlier, self._start])
         try:
             text = msgspec.json.encode({**redacted_data(run), "starts": starts})
@@ -123,4 +122,6 @@ def _allocation() -> tuple[str | None, float | None]:
     job, began = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_JOB_START_TIME", "")
     if not job:
         return None, None
-    return f"Slurm job {job}", float(began) if began.isdigit() else None
+    again = os.environ.get("SLURM_RESTART_COUNT", "0")
+    name = f"Slurm job {job}" if again == "0" else f"Slurm job {job}, restart {again}"
+    return name, float(began) if began.isdigit() else None

@@ -17,7 +17,7 @@ from itertools import pairwise
 from math import isnan
 
 from ...records import RunStart
-from .log_rows import LogRows, peak_flops_per_s
+from .log_rows import LogRows
 
 _PAUSES = {
     "evaluation": "evaluation_s",
@@ -79,21 +79,27 @@ class Job:
 class _Sums:
     steps: int = 0
     seconds: float = 0.0
-    flops: float = 0.0
-    """Of one device."""
-    unknown: int = 0
-    """Steps whose FLOPs or time are unknown."""
+    at_peak_s: float = 0.0
+    """How long the FLOPs would take at the peak of all devices."""
+    without_mfu: int = 0
+    without_flops: int = 0
 
     def add(self, rows: LogRows, until_step: float, *, from_there: bool) -> None:
-        rates = rows.column("tflops_per_gpu")
-        for step, step_s, tflops in zip(rows.steps, rows.column("step_time_s"), rates, strict=True):
-            if (step >= until_step) == from_there:
-                self.steps += 1
-                self.seconds += 0.0 if isnan(step_s) else step_s
-                if isnan(step_s) or isnan(tflops):
-                    self.unknown += 1
-                else:
-                    self.flops += 1e12 * tflops * step_s
+        """Add the rows before this step, or those from it on; a row may stand for several steps."""
+        names = ("step_time_s", "mfu", "tflops_per_gpu")
+        before: int | None = None
+        for step, step_s, mfu, tflops in zip(rows.steps, *map(rows.column, names), strict=True):
+            number = step - before if before is not None and step > before else 1
+            before = step
+            if (step >= until_step) != from_there:
+                continue
+            self.steps += number
+            self.seconds += 0.0 if isnan(step_s) else number * step_s
+            if isnan(step_s) or isnan(mfu):
+                self.without_mfu += number
+                self.without_flops += number * (isnan(step_s) or isnan(tflops))
+            else:
+                self.at_peak_s += number * step_s * mfu
 
 
 def positions_of(starts: Sequence[RunStart]) -> list[int]:
@@ -109,59 +115,59 @@ def job_of(starts: Sequence[RunStart], rows: Sequence[LogRows], written_at_s: fl
     """The figures of the whole job; None without recorded starts. `written_at_s` is that of the log."""
     if not starts or len(rows) != len(starts):
         return None
-    begins = [start.process_began_at_s or start.began_at_s for start in starts]
-    ends = [
-        max(begin, _end_of(start, written_at_s if start is starts[-1] else None))
-        for start, begin in zip(starts, begins, strict=True)
-    ]
-    limits = [
-        min((min(later.steps) for later in rows[number + 1 :] if later), default=float("inf"))
-        for number in range(len(rows))
-    ]
+    limits = _first_steps_after(rows)
     counted = [_Sums() for _ in starts]
     parts = dict.fromkeys((COUNTED, REPEATED, START_UP, QUEUED, *_PAUSES), 0.0)
-    for start, own, sums, begin, limit in zip(starts, rows, counted, begins, limits, strict=True):
+    begins: list[float] = []
+    ends: list[float] = []
+    of_one = [_is_same(one, two) for one, two in pairwise(starts)]
+    for number, (start, own, sums, limit) in enumerate(zip(starts, rows, counted, limits, strict=True)):
         again = _Sums()
         sums.add(own, limit, from_there=False)
         again.add(own, limit, from_there=True)
+        paused = {
+            name: sum(seconds for seconds in own.column(column) if not isnan(seconds))
+            for name, column in _PAUSES.items()
+        }
+        before = ends[-1] if ends else 0.0  # a process may have several runs one after another
+        process_s = min(start.began_at_s, max(start.process_began_at_s or start.began_at_s, before))
+        begin = process_s
+        if start.allocation_began_at_s is not None and not (number and of_one[number - 1]):
+            begin = min(process_s, max(start.allocation_began_at_s, before))
+        seen_s = sums.seconds + again.seconds + sum(paused.values())
+        last_write_s = written_at_s if start is starts[-1] else None
         parts[COUNTED] += sums.seconds
         parts[REPEATED] += again.seconds
-        parts[START_UP] += max(0.0, start.began_at_s - begin)
-        for name, column in _PAUSES.items():
-            parts[name] += sum(seconds for seconds in own.column(column) if not isnan(seconds))
-    queued_s = max(0.0, begins[0] - (starts[0].allocation_began_at_s or begins[0]))
-    parts[QUEUED] = queued_s
+        parts[START_UP] += start.began_at_s - process_s
+        parts[QUEUED] += process_s - begin
+        for name, seconds in paused.items():
+            parts[name] += seconds
+        begins.append(begin)
+        ends.append(max(_end_of(start, last_write_s), start.began_at_s + seen_s))
     up = [end - begin for begin, end in zip(begins, ends, strict=True)]
-    up[0] += queued_s
+    held, with_gaps = list(up), list(up)
     gaps = [max(0.0, begin - end) for end, begin in zip(ends, begins[1:], strict=False)]
-    is_held = [
-        one.allocation is not None and one.allocation == two.allocation for one, two in pairwise(starts)
-    ]
-    held = [
-        seconds + (gap if known else 0.0)
-        for seconds, gap, known in zip(up, [*gaps, 0.0], [*is_held, True], strict=True)
-    ]
-    with_gaps = [seconds + gap for seconds, gap in zip(up, [*gaps, 0.0], strict=True)]
+    for number, (gap, is_held) in enumerate(zip(gaps, of_one, strict=True)):
+        with_gaps[number] += gap
+        held[number] += gap * is_held
     parts[REST] = max(0.0, sum(up) - sum(parts.values()))
     parts[BETWEEN] = sum(gaps)
 
     devices = [start.devices for start in starts]
     good = sum(n * sums.seconds for n, sums in zip(devices, counted, strict=True))
-    flops = sum(n * sums.flops for n, sums in zip(devices, counted, strict=True))
-    peaks = (peak_flops_per_s(own) for own in reversed(rows))
-    peak, why = next((found for found in peaks if found is not None), None), None
-    unknown = sum(sums.unknown for sums in counted)
-    if unknown:
-        why = f"the FLOPs of {unknown:,} of {sum(sums.steps for sums in counted):,} steps are unknown"
-    elif peak is None:
-        why = "no peak is known"
+    at_peak = sum(n * sums.at_peak_s for n, sums in zip(devices, counted, strict=True))
+    why = None
+    if without := sum(sums.without_mfu for sums in counted):
+        of_all = f"{without:,} of {sum(sums.steps for sums in counted):,} steps"
+        has_flops = not any(sums.without_flops for sums in counted)
+        why = "no peak is known" if has_flops else f"the FLOPs of {of_all} are unknown"
 
     def figures(seconds: Sequence[float]) -> Held:
         device_s = sum(n * own for n, own in zip(devices, seconds, strict=True))
         return Held(
             seconds=sum(seconds),
             goodput=good / device_s if device_s else None,
-            job_mfu=None if why is not None or peak is None or not device_s else flops / peak / device_s,
+            job_mfu=None if why is not None or not device_s else at_peak / device_s,
         )
 
     return Job(
@@ -172,8 +178,26 @@ def job_of(starts: Sequence[RunStart], rows: Sequence[LogRows], written_at_s: fl
         parts=tuple((name, seconds) for name, seconds in parts.items() if seconds > 0),
         held=figures(held),
         with_gaps=figures(with_gaps) if sum(held) < sum(with_gaps) else None,
-        step_mfu=None if why is not None or peak is None or not good else flops / peak / good,
+        step_mfu=None if why is not None or not good else at_peak / good,
         mfu_unknown=why,
+    )
+
+
+def _first_steps_after(rows: Sequence[LogRows]) -> list[float]:
+    """For each start the first step of all later ones."""
+    found, first = [], float("inf")
+    for own in reversed(rows):
+        found.append(first)
+        first = min(first, min(own.steps, default=first))
+    return found[::-1]
+
+
+def _is_same(one: RunStart, two: RunStart) -> bool:
+    """Whether both were in one allocation; a job that Slurm has queued again has another begin."""
+    return (
+        one.allocation is not None
+        and one.allocation == two.allocation
+        and one.allocation_began_at_s == two.allocation_began_at_s
     )
 
 
