@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,71 @@ def test_a_loss_that_the_model_returns_is_the_samples_own(monitor: Any) -> None:
         wrapped(x, labels=y)["loss"].backward()
         optimizer.step()
     assert 0 < check.errors[0] < 1e-4
+
+
+class WithHidden(nn.Module):
+    """Returns what its logits were computed from as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = SCRIPT.Model()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = torch.relu(self.model.first(x))
+        return self.model.second(hidden), hidden
+
+
+@pytest.mark.parametrize("uses_both", [False, True])
+def test_an_output_behind_another_is_no_false_alarm(monitor: Any, uses_both: bool) -> None:
+    wrapped, optimizer, loss_of, inner = SCRIPT.private(WithHidden())
+    check = OpacusCheck()
+    inner.register_step_pre_hook(lambda one, *_: check.update_begins(one, monitor))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always", TruemfuWarning)
+        for x, y in SCRIPT.batches(2):
+            optimizer.zero_grad()
+            logits, hidden = wrapped(x)
+            (loss_of(logits, y) + uses_both * hidden.square().mean()).backward()
+            optimizer.step()
+    texts = [str(one.message) for one in warned if one.category is TruemfuWarning]
+    if uses_both:
+        assert not check.errors
+        assert any(
+            "step 2 was not checked: an output of its model is computed from another" in t for t in texts
+        )
+    else:
+        assert check.errors[0] < 1e-4
+        assert not texts
+
+
+def test_a_step_under_autocast_is_compared_under_it(monitor: Any) -> None:
+    wrapped, optimizer, loss_of, inner = SCRIPT.private(SCRIPT.Model())
+    check = OpacusCheck()
+    inner.register_step_pre_hook(lambda one, *_: check.update_begins(one, monitor))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", TruemfuWarning)
+        for x, y in SCRIPT.batches(2):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = loss_of(wrapped(x).float(), y)
+            loss.backward()
+            optimizer.step()
+    assert len(check.errors) == 1
+
+
+class RefusesOne(SCRIPT.Model):  # type: ignore[misc, name-defined]
+    """Cannot run a sample alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) == 1:
+            raise RuntimeError("a batch of one")
+        return super().forward(x)
+
+
+def test_an_error_of_the_model_in_the_check_ends_nothing(monitor: Any) -> None:
+    with pytest.warns(TruemfuWarning, match="step 2 was not checked: RuntimeError: a batch of one"):
+        check = checked(monitor, RefusesOne())
+    assert "no private gradient was checked in 3 steps" in check.result()
 
 
 @pytest.mark.parametrize(

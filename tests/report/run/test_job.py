@@ -107,6 +107,47 @@ def test_how_a_start_ended(values: dict[str, Any], how: str) -> None:
     assert made([begun], [rows(range(1, 5))], written_at_s=120.0).starts[0].ended == how
 
 
+def test_a_row_may_stand_for_several_steps() -> None:
+    every = made([start(100.0, 140.0)], [rows(range(1, 62))])
+    tenth = made([start(100.0, 140.0)], [rows(range(1, 62, 10))])
+    assert tenth.starts[0].counted == every.starts[0].counted == 61
+    assert tenth.held.goodput == pytest.approx(every.held.goodput)
+    assert tenth.held.job_mfu == pytest.approx(every.held.job_mfu)
+
+
+def test_a_killed_start_took_at_least_as_long_as_its_steps() -> None:
+    job = made([start(100.0), start(200.0, 210.0)], [rows(range(1, 101)), rows(range(101, 111))])
+    assert job.starts[0].seconds == pytest.approx(51.0)
+    assert job.held.goodput is not None
+    assert job.held.goodput < 1
+
+
+def test_two_runs_of_one_process_do_not_hold_the_time_twice() -> None:
+    starts = [
+        RunStart(process_began_at_s=100.0, began_at_s=110.0, ended_at_s=120.0),
+        RunStart(process_began_at_s=100.0, began_at_s=121.0, ended_at_s=130.0),
+    ]
+    job = made(starts, [rows(range(1, 9)), rows(range(9, 17))])
+    assert (job.with_gaps or job.held).seconds == pytest.approx(30.0)
+
+
+def test_a_job_that_was_queued_again_did_not_hold_its_devices_meanwhile() -> None:
+    first = start(100.0, 110.0, allocation="Slurm job 7", allocation_began_at_s=95.0)
+    again = start(5000.0, 5010.0, allocation="Slurm job 7", allocation_began_at_s=4990.0)
+    job = made([first, again], [rows(range(1, 9)), rows(range(9, 17))])
+    assert job.held.seconds == pytest.approx(15.0 + 20.0)
+    assert job.with_gaps is not None
+    assert dict(job.parts)["from the allocation to the first process"] == pytest.approx(5.0 + 10.0)
+
+
+def test_each_start_has_the_mfu_of_its_own_devices() -> None:
+    job = made(
+        [start(100.0, 110.0), start(110.0, 120.0)],
+        [rows(range(1, 9), tflops_per_gpu=1.0, mfu=0.5), rows(range(9, 17), tflops_per_gpu=4.0, mfu=0.3)],
+    )
+    assert job.step_mfu == pytest.approx(0.4)
+
+
 def test_unknown_figures_are_none_with_their_reason() -> None:
     job = made([start(100.0, 110.0)], [rows(range(1, 5), tflops_per_gpu=None, mfu=None)])
     assert (job.held.job_mfu, job.step_mfu) == (None, None)
