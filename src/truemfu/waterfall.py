@@ -491,7 +491,7 @@ def _reasons(throttle: Mapping[str, float]) -> tuple[str, ...]:
 
 def _clock_name(g: float | None, reasons: Sequence[str]) -> str:
     if g is not None and g > 1:
-        return "clock above the datasheet's, a gain"
+        return "gain from a clock above the datasheet's"
     held = " and ".join(_REASONS.get(name, name) for name in reasons)
     return f"{_NAMES['clock']} ({held})" if held else _NAMES["clock"]
 
