@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -117,7 +118,7 @@ def _list_runs(top: Path, as_json: bool) -> None:
     _print_runs(rows)
 
 
-def _print_runs(rows: list[tuple[str, ...]]) -> None:
+def _print_runs(rows: Sequence[tuple[str, ...]]) -> None:
     """A line for each run: on a terminal a long state, such as an error, is cut to the width."""
     whole = table_width(_table_of(rows))
     console = output(whole)
@@ -126,7 +127,7 @@ def _print_runs(rows: list[tuple[str, ...]]) -> None:
     console.print(_table_of([(*row[:-1], _cut(row[-1], room)) for row in rows]))
 
 
-def _table_of(rows: list[tuple[str, ...]]) -> Table:
+def _table_of(rows: Sequence[tuple[str, ...]]) -> Table:
     runs = table("run", "started", "steps", "MFU or FLOP/s", "state")
     runs.columns[-1].justify = "left"
     for row in rows:

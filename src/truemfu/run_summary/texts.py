@@ -109,7 +109,7 @@ def _trained(record: RunRecord, summary: RunSummary) -> list[tuple[str, str]]:
     model, lines = record.model, []
     if model is not None and model.parameters is not None:
         names = ", ".join(summary.median_mfu_by_model)
-        text = f"{names} ({model.name})" if names else str(model.name)
+        text = f"{names} ({model.name})" if names and names != model.name else str(model.name)
         text += f", {model.parameters:,} parameters"
         if model.trainable_parameters not in (None, model.parameters):
             text += f", {model.trainable_parameters:,} of them trained"
