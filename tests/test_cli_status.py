@@ -67,7 +67,7 @@ def test_runs_here_are_listed_with_how_they_ended(run: Run, tmp_path: Path) -> N
 def test_a_folder_used_twice_says_so(run: Run, tmp_path: Path) -> None:
     for _ in range(2):
         train(tmp_path / "twice")
-    assert "3 steps were logged twice" in run("status", "twice").out
+    assert "3 rows were replaced by a later row of the same step" in run("status", "twice").out
 
 
 def write_run(folder: Path, methods: dict[str, int], **summary: object) -> None:

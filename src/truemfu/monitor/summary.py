@@ -161,11 +161,11 @@ def _rank(rank: RankSummary) -> str:
         return rank.status or "unknown"
     texts = [rank.device if rank.device.startswith(rank.host) else f"{rank.host} {rank.device}"]
     if rank.steps:
-        texts.append(f"{rank.steps:,} steps of {duration(rank.step_time_s)}")
+        texts.append(f"{counted(rank.steps, 'step')} after warm-up, mean {duration(rank.step_time_s)}")
     else:
         texts.append("no step after warm-up")
     if rank.data_wait_s is not None:
-        texts.append(f"{duration(rank.data_wait_s)} of that waiting for data")
+        texts.append(f"{duration(rank.data_wait_s)} of it waiting for data")
     if rank.collective_s is not None:
         texts.append(f"{duration(rank.collective_s)} in collectives")
     if rank.clock_mhz is not None:

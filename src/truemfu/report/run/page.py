@@ -213,7 +213,7 @@ def _ranks_table(lines: Sequence[RankLine]) -> Table:
             words("device", lambda line: line.device),
             digits("attempts", lambda line: f"{line.attempts:,}"),
             digits("steps", lambda line: f"{line.steps:,}"),
-            measures("median step", duration, lambda line: line.median_step_s),
+            measures("mean step", duration, lambda line: line.mean_step_s),
             measures("data wait a step", duration, lambda line: line.data_wait_s),
             measures("memory", size, lambda line: line.memory_bytes),
             words("last seen", lambda line: line.last_seen),
