@@ -313,6 +313,7 @@ def test_an_audit_corrects_what_activity_reads(
     assert ("(upper bound: no audit)" in words) is not bool(hybrid)
     notes = " ".join(hardware["waterfall"]["notes"])
     assert ("executed FLOPs are an upper bound without an audit" in notes) is not bool(hybrid)
+    assert ("`truemfu audit --json -- python train.py > audit.json`" in notes) is not bool(hybrid)
 
 
 def test_an_audit_in_other_dtypes_sets_the_rate(
