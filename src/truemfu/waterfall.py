@@ -502,8 +502,8 @@ _HINTS = {
     "idle_data_wait": "more loader workers, prefetching or faster storage",
     "idle_between_steps": (
         "evaluation, checkpoints, logging, or batches from another source than a torch DataLoader; to tell "
-        "them apart, the script needs a TrainingMonitor and its lines `with monitor.pause('evaluation'):` and "
-        "`for batch in monitor.data(batches):` (docs/monitor.md)"
+        "them apart, the script needs a TrainingMonitor and its lines `with monitor.pause('evaluation'):` "
+        "and `for batch in monitor.data(batches):` (docs/monitor.md)"
     ),
     "idle_launch_gaps": "torch.compile, CUDA graphs or a larger batch leave fewer, longer kernels",
     "idle_other": (
