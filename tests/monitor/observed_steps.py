@@ -7,6 +7,7 @@ each.
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -844,3 +845,139 @@ def tied_weights(run: Any) -> None:
             return self.body(self.table(ids)) @ self.table.weight.T
 
     loop(run, Tied(), [torch.randint(50, (3, 7)) for _ in range(6)])
+
+
+# Steps that run the same forward operators, of which the backward pass reaches others: only gradients tell.
+
+
+class Branches(nn.Module):
+    """An encoder, which is cut off from the gradient in some steps, and heads of these widths."""
+
+    def __init__(self, *widths: int, is_cut: Callable[[], bool] = lambda: False) -> None:
+        super().__init__()
+        self.encoder, self.is_cut = nn.Linear(WIDTH, 12), is_cut
+        self.heads = nn.ModuleList(nn.Linear(12, width) for width in widths)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        hidden = self.encoder(x).relu()
+        if self.is_cut():
+            hidden = hidden.detach()
+        return [head(hidden) for head in self.heads]
+
+
+class Routed(Branches):
+    """Each sample goes to one expert of equal cost, chosen at random; some get none."""
+
+    def __init__(self, experts: int = 8, is_cut: Callable[[], bool] = lambda: False) -> None:
+        super().__init__(*[6] * experts, is_cut=is_cut)
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        hidden = self.encoder(x)
+        if self.is_cut():
+            hidden = hidden.detach()
+        chosen = torch.randint(len(self.heads), (len(x),)).tolist()
+        rows = {number: [n for n, each in enumerate(chosen) if each == number] for number in set(chosen)}
+        return torch.cat([self.heads[number](hidden[each]) for number, each in rows.items()])
+
+
+def at_random(share: float, seed: int = 1) -> Callable[[], bool]:
+    chance = random.Random(seed)
+    return lambda: chance.random() < share
+
+
+def optimized(
+    run: Any,
+    model: nn.Module,
+    loss_of: Callable[[int, Any], Tensor] = lambda step, heads: mean_square(heads[0]),
+    steps: int = 40,
+    samples: int = 5,
+    optimizers: Iterable[torch.optim.Optimizer] = (),
+    accumulated: int = 1,
+) -> None:
+    """The usual loop with optimizers of torch; they step after so many logged backward passes."""
+    optimizers = list(optimizers) or [torch.optim.SGD(model.parameters(), lr=1e-3)]
+    run.watch(model)
+    for step, x in enumerate(vectors(steps, samples), start=1):
+        loss = loss_of(step, model(x))
+        loss.backward()
+        if step % accumulated == 0:
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        run.log(loss.detach())
+
+
+@program()
+def another_head_every_seventh_step(run: Any) -> None:
+    optimized(run, Branches(4, 40), lambda step, heads: heads[step % 7 == 5].mean())
+
+
+@program()
+def another_head_at_random(run: Any) -> None:
+    is_other = at_random(0.3)
+    optimized(run, Branches(4, 40), lambda step, heads: heads[is_other()].mean())
+
+
+@program()
+def one_of_five_heads_at_random_of_which_one_costs_more(run: Any) -> None:
+    chance, weights = random.Random(3), (5, 5, 5, 5, 2)
+    model = Branches(4, 4, 4, 4, 40)
+    optimized(run, model, lambda step, heads: chance.choices(heads, weights)[0].mean(), 60)
+
+
+@program()
+def an_added_loss_of_another_head_every_fifth_step(run: Any) -> None:
+    def loss_of(step: int, heads: list[Tensor]) -> Tensor:
+        return heads[0].mean() + heads[1 if step % 5 == 0 else 2].mean()
+
+    optimized(run, Branches(4, 40, 8), loss_of)
+
+
+@program()
+def an_encoder_cut_off_at_random(run: Any) -> None:
+    optimized(run, Branches(4, is_cut=at_random(0.3)))
+
+
+@program()
+def an_encoder_seldom_cut_off(run: Any) -> None:
+    optimized(run, Branches(4, is_cut=at_random(0.06, seed=7)), steps=80)
+
+
+@program()
+def an_encoder_cut_off_every_sixth_step(run: Any) -> None:
+    calls = itertools.count(1)
+    optimized(run, Branches(4, is_cut=lambda: next(calls) % 6 == 4))
+
+
+@program()
+def an_encoder_with_its_own_optimizer_cut_off_at_random(run: Any) -> None:
+    model = Branches(4, is_cut=at_random(0.3, seed=4))
+    parts = model.encoder, model.heads
+    optimized(run, model, optimizers=[torch.optim.AdamW(part.parameters(), lr=1e-3) for part in parts])
+
+
+@program()
+def an_encoder_frozen_at_random_by_taking_its_gradients(run: Any) -> None:
+    """After they were computed: the work is that of every step."""
+    model, is_frozen = Branches(4), at_random(0.3, seed=6)
+    for parameter in model.encoder.parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda found: setattr(found, "grad", None if is_frozen() else found.grad)
+        )
+    parts = model.encoder, model.heads
+    optimized(run, model, optimizers=[torch.optim.SGD(part.parameters(), lr=1e-3) for part in parts])
+
+
+@program()
+def experts_without_samples(run: Any) -> None:
+    optimized(run, Routed(), lambda step, y: mean_square(y), 120, samples=16)
+
+
+@program()
+def experts_without_samples_and_an_encoder_cut_off_at_random(run: Any) -> None:
+    optimized(run, Routed(4, is_cut=at_random(0.2, seed=5)), lambda step, y: mean_square(y), 60)
+
+
+@program()
+def an_optimizer_step_after_four_logged_ones(run: Any) -> None:
+    optimized(run, Branches(4), accumulated=4)

@@ -102,7 +102,7 @@ def test_the_report_sums_up_the_attempts(folder: Path) -> None:
     assert [(start.first_step, start.last_step) for start in job.starts] == [(1, 10), (11, 20), (21, 30)]
     assert [start.where.split(" ×")[0] for start in job.starts] == ["2", "2", "3"]
     parts = dict(job.parts)
-    assert parts["steps that counted"] > 0.15 * 3 * STEPS
+    assert parts["steps that counted"] > 0.15 * 3 * (STEPS - 1)  # the first one has no sleep before it
     assert "steps done again or lost" not in parts
     assert parts["between starts"] > 0
     assert job.with_gaps is not None

@@ -147,6 +147,66 @@ def test_numbers_of_nodes_between_observed_ones_that_differ_are_unknown(
     assert side.said == []  # more nodes, more work: no contradiction
 
 
+def test_gradients_of_other_parameters_are_other_work(thread: Thread, side: RowSide, model: Repeated) -> None:
+    for _ in range(2):
+        side.known.take(thread.observe(model, rows(), gradients=b"\1\0"))
+    assert known(side, thread.note(rows(), gradients=b"\1\0")) == (flops(), OBSERVED)
+    assert known(side, thread.note(rows(), gradients=b"\0\1")) == OTHER_OPERATORS
+    model.times = 2
+    side.known.take(thread.observe(model, rows(), gradients=b"\0\1"))
+    assert known(side, thread.note(rows(), gradients=b"\0\1")) == (flops(times=2), OBSERVED)
+    assert known(side, thread.note(rows(), gradients=b"\1\0")) == (flops(), OBSERVED)
+    assert known(side, thread.note(rows())) == OTHER_OPERATORS  # no optimizer stepped: it may be either
+    assert side.said == []
+
+
+@pytest.mark.parametrize("first", [None, b"\1"])
+def test_steps_without_an_optimizer_step_are_like_those_with_one(
+    thread: Thread, side: RowSide, model: Repeated, first: bytes | None
+) -> None:
+    second = b"\1" if first is None else None
+    side.known.take(thread.observe(model, rows(), gradients=first))
+    side.known.take(thread.observe(model, rows(), gradients=second))
+    assert side.repeats_agreed == 1
+    for gradients in (first, second):
+        assert known(side, thread.note(rows(), gradients=gradients)) == (flops(), OBSERVED)
+    assert known(side, thread.note(rows(), gradients=b"\0")) == OTHER_OPERATORS
+
+
+def test_gradients_between_observed_ones_that_agree_have_their_integer(
+    thread: Thread, side: RowSide, model: Repeated
+) -> None:
+    repeat(thread, side, model)
+    for gradients in (b"\1\1\0\0\0", b"\1\0\1\0\0", b"\1\1\1\1\0"):
+        assert known(side, thread.note(rows(), gradients=b"\1\0\0\1\0")) != (flops(), OBSERVED)
+        side.known.take(thread.observe(model, rows(), gradients=gradients))
+    enclosed = [b"\1\0\0\1\0", b"\0\1\1\1\0"]
+    others = [b"\1\0\0\0\0", b"\1\0\0\0\1", b"\1\1"]  # fewer, a new one, another optimizer
+    assert [known(side, thread.note(rows(), gradients=g)) for g in enclosed] == [(flops(), OBSERVED)] * 2
+    assert [known(side, thread.note(rows(), gradients=g)) for g in others] == [OTHER_OPERATORS] * 3
+
+
+def test_an_enclosed_step_that_did_other_work_is_a_contradiction(
+    thread: Thread, side: RowSide, model: Repeated
+) -> None:
+    repeat(thread, side, model)
+    for nodes in (5, 9, 12):
+        side.known.take(thread.observe(model, rows(), nodes=nodes))
+    model.times = 2
+    side.known.take(thread.observe(model, rows(), nodes=7))
+    assert "the work of steps with the same batches changed between steps 5 and 6" in side.said[0]
+
+
+def test_a_form_holds_for_gradients_of_the_same_parameters(
+    thread: Thread, side: RowSide, model: Repeated
+) -> None:
+    for samples in (2, 4, 6, 10, 12, 20):
+        side.known.take(thread.observe(model, rows(samples), gradients=b"\1\0"))
+    assert known(side, thread.note(rows(16), gradients=b"\1\0")) == (flops(16), FORM)
+    assert known(side, thread.note(rows(16))) == (flops(16), FORM)
+    assert isinstance(known(side, thread.note(rows(16), gradients=b"\1\1")), str)
+
+
 def observe_at(thread: Thread, side: RowSide, model: Repeated, step: int, times: int) -> StepNote:
     model.times = times
     note = thread.observe(model, rows(), step=step)

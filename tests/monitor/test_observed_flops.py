@@ -119,6 +119,15 @@ def test_a_program_that_logs_another_count_is_found_wrong(tmp_path: Path) -> Non
     assert found.wrong or found.unknown
 
 
+@pytest.mark.filterwarnings("ignore::truemfu.errors.TruemfuWarning")
+@pytest.mark.parametrize("name", ["experts-without-samples", "an-optimizer-step-after-four-logged-ones"])
+def test_gradients_of_other_parameters_alone_leave_steps_known(name: str, tmp_path: Path) -> None:
+    (run,) = [program.run for program in PROGRAMS if program.name == name]
+    found = judge(run, tmp_path)
+    assert not found.wrong
+    assert len(found.unknown) < 0.1 * len(found.exact), str(found)
+
+
 def main() -> None:
     """Each program's rows, as a table."""
     import logging

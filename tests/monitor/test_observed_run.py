@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from truemfu import TrainingMonitor
 from truemfu.flops.observe.observer import _ObserverMode
-from truemfu.monitor.step_flops.watch import StepWatch
+from truemfu.monitor.step_flops.watch import StepSignals, StepWatch
+from truemfu.monitor.watching.gradients import MOST_PARAMETERS, gradients_found
 
 WIDTH, ROWS = 8, 4
 PRODUCT = 2 * ROWS * WIDTH * WIDTH
@@ -46,6 +48,60 @@ class Recording(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen.append(str(func))
         return func(*args, **(kwargs or {}))
+
+
+class Unreadable(torch.nn.Parameter):
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        raise RuntimeError("no gradient is read here")
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        pass
+
+
+def test_which_parameters_have_a_gradient_is_seen_at_few_of_them_without_an_operator() -> None:
+    parameters = [nn.Parameter(torch.zeros(1)) for _ in range(3000)]
+    groups = [{"params": parameters[:20]}, {"params": parameters[20:]}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    for used in (parameters[19], parameters[-1]):
+        used.grad = torch.zeros(1)
+    with Recording() as recording:
+        found = gradients_found(optimizer)
+    assert (recording.seen, sum(found)) == ([], 2)  # the last one of each group is among them
+    assert 50 <= len(found) <= 102
+
+
+def test_an_optimizer_on_another_thread_in_a_pause_or_unreadable_is_not_seen() -> None:
+    signals, weight = StepSignals(), nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    signals.optimizer_steps(optimizer)  # no step has begun
+    signals.begin()
+    other = threading.Thread(target=signals.optimizer_steps, args=(optimizer,))
+    other.start()
+    other.join()
+    signals.suspend()
+    signals.optimizer_steps(optimizer)
+    signals.resume()
+    optimizer.param_groups[0]["params"] = [Unreadable(torch.zeros(1))]
+    signals.optimizer_steps(optimizer)
+    assert signals.gradients is None
+    optimizer.param_groups[0]["params"] = [weight]
+    for _ in range(1000):
+        signals.optimizer_steps(optimizer)
+    assert signals.gradients == bytes(2 * MOST_PARAMETERS)  # not more than these, however many optimizers
+    signals.begin()
+    assert signals.gradients is None
+
+
+def test_the_hook_on_optimizers_is_gone_after_the_run(tmp_path: Path, model: Model) -> None:
+    before = dict(_global_optimizer_pre_hooks)
+    monitor = TrainingMonitor(tmp_path, {"monitoring": {"peak_tflops": 1}}, model=model)
+    model(torch.randn(ROWS, WIDTH)).backward()
+    monitor.log_step(1, 0, 1.0, None, None)
+    assert len(_global_optimizer_pre_hooks) == len(before) + 1
+    monitor.close()
+    assert dict(_global_optimizer_pre_hooks) == before
 
 
 @pytest.fixture

@@ -90,6 +90,8 @@ class StepNote(NamedTuple):
     extras: StepExtras
     passes: int | None = 0
     """Equal for steps that started the same backward passes; 0 if none, None if unknown."""
+    gradients: bytes | None = None
+    """Which parameters its optimizers found with a gradient, a byte for each; None if none stepped."""
 
     @property
     def position(self) -> StepPosition:

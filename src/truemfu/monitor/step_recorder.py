@@ -58,11 +58,15 @@ class BegunBatch(NamedTuple):
 
 
 class EndedStep(NamedTuple):
-    """What was observed of a step that has ended, the autograd nodes it made, and its backward passes."""
+    """What was observed of a step that has ended, the autograd nodes it made, and its backward passes.
+
+    `gradients` are those that its optimizers found.
+    """
 
     observed: ObservedStep | None
     nodes: int | None
     passes: int | None
+    gradients: bytes | None
 
 
 class OwnTime:
@@ -171,7 +175,8 @@ class StepRecorder:
 
     def end_step(self) -> EndedStep:
         """Before `log_step`, with modes as the program has them: the step ends, and its observation."""
-        return EndedStep(self.watch.step_ends(), self.watch.nodes.made(), self.watch.nodes.passes)
+        observed, signals = self.watch.step_ends(), self.watch.signals
+        return EndedStep(observed, signals.nodes_made(), signals.passes, signals.gradients)
 
     def log_step(
         self,
@@ -206,7 +211,7 @@ class StepRecorder:
         batches = self.batches.take()
         if observed is not None:
             extras = extras._replace(observed=observed)
-        kind = kind_of(batches, ended.nodes, ended.passes)
+        kind = kind_of(batches, ended.nodes, ended.passes, ended.gradients)
         self.watch.note_step(self.logged + 1, kind, is_observed=observed is not None)
         if not batches.notes or not self._hooks.models.is_one:
             self._without_forward_passes(batches)
@@ -245,6 +250,7 @@ class StepRecorder:
             span or self._clock.end(now_s),
             extras,
             ended.passes,
+            ended.gradients,
         )
         intake.values.flush_if_due(now_s, is_due=is_slow)
         if self._audit is not None:

@@ -1,11 +1,11 @@
 """What is known of the FLOPs of steps: integers of observed steps, and a form fitted to them.
 
     observed itself                                      its own integers
-    the same batches, the same number of autograd nodes  those of the observed step, once repeated
-                                                         observations have shown that equal batches mean
+    the same batches, as many autograd nodes,            those of the observed step, once repeated
+    gradients of the same parameters                     observations have shown that equal batches mean
                                                          equal work in this run
-    the same batches, other numbers of nodes             the same, if three such steps agree and enclose it
-    other sizes, the same number of nodes                the form, which later observations check
+    the same batches, other nodes or gradients           the same, if three such steps agree and enclose it
+    other sizes, the same nodes and gradients            the form, which later observations check
     else                                                 pending while it may still be observed, then unknown
 
 Lives on the row side.
@@ -17,7 +17,9 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import reduce
+from operator import or_
+from typing import Any, NamedTuple
 
 from ...flops import FlopCount, MicroBatch, ObservedForm, StepWork, count_of, integers_of
 from ..step_note import StepNote
@@ -28,7 +30,7 @@ FORM = "closed form of observed steps"
 _FITTED = ("by_dtype", "by_module")
 """Splits of a count that the form gives; operators are left out, since a kernel may depend on the sizes."""
 _FEWEST_ALIKE = 3
-"""Observed steps with the same batches and other numbers of nodes that must agree."""
+"""Observed steps with the same batches, and other nodes or gradients, that must agree."""
 _MOST_CHANGES, _FEWEST_REPEATS = 2, 8
 """After so many contradictions steps with these batches are known only where they were observed, until so
 many observations in a row agree."""
@@ -36,7 +38,7 @@ _LONGEST_HOLD_S = 5.0
 """How long after its step a row waits for an observation of its kind."""
 _MOST_KEPT = 4096
 _MOST_FORMS = 64
-"""Forms of a run, and numbers of nodes of steps with the same batches; the oldest ones are forgotten."""
+"""Forms of a run, and what steps with the same batches ran; the oldest ones are forgotten."""
 _STEPS_LISTED = 64
 _MOST_PROBLEMS = 3
 """Observations in a row that failed for the same reason, until it is no longer tried again at once."""
@@ -62,11 +64,32 @@ class Unknown:
     reason: str
 
 
+class _Ran(NamedTuple):
+    """What shows of the operators that a step ran; None is unknown."""
+
+    nodes: int | None
+    gradients: bytes | None
+
+    def is_enclosed(self, others: Sequence[_Ran]) -> bool:
+        """Whether it is between others: fewer and more nodes and gradients, and no new parameter has one."""
+        known = [other.nodes for other in others if other.nodes is not None]
+        if self.nodes is None or len(known) < _FEWEST_ALIKE or not min(known) <= self.nodes <= max(known):
+            return False
+        found = [other.gradients for other in others if other.gradients is not None]
+        own = self.gradients
+        if own is None or not found:
+            return True
+        numbers = [sum(each) for each in found if len(each) == len(own)]
+        reached = reduce(or_, [int.from_bytes(each, "big") for each in found if len(each) == len(own)], 0)
+        is_new = int.from_bytes(own, "big") & ~reached
+        return bool(numbers) and not is_new and min(numbers) <= sum(own) <= max(numbers)
+
+
 @dataclass
 class _Alike:
-    """Observed steps with the same batches, by their number of autograd nodes."""
+    """Observed steps with the same batches, by what they ran."""
 
-    counts: dict[int | None, tuple[int, FlopCount]] = field(default_factory=dict)
+    counts: dict[_Ran, tuple[int, FlopCount]] = field(default_factory=dict)
     """The last step observed, and its count."""
     work: StepWork | None = None
     changes: int = 0
@@ -76,18 +99,16 @@ class _Alike:
     """The last two observed steps that contradict each other: a step between them may be like either."""
     problem: str | None = None
 
-    def count(self, nodes: int | None) -> FlopCount | None:
-        exact = self.counts.get(nodes)
-        if exact is not None:
-            return exact[1]
-        known = [number for number in self.counts if number is not None]
-        counts = [count for _, count in self.counts.values()]
-        if not counts or not all(_totals(count) == _totals(counts[0]) for count in counts[1:]):
-            return None
-        if nodes is None or not known:
-            return counts[0]
-        is_enclosed = len(known) >= _FEWEST_ALIKE and min(known) <= nodes <= max(known)
-        return counts[0] if is_enclosed else None
+    def find(self, ran: _Ran) -> tuple[int, FlopCount] | None:
+        """The last step that ran the same, as far as is known, or else the last of those that enclose it."""
+        found = list(self.counts.items())
+        for place, value in enumerate(ran):
+            if value is not None and any(other[place] is not None for other, _ in found):
+                found = [each for each in found if each[0][place] == value]
+        if not found and ran.is_enclosed(list(self.counts)):
+            found = list(self.counts.items())
+        agrees = len({_totals(count) for _, (_, count) in found}) == 1
+        return found[-1][1] if agrees else None
 
 
 class KnownSteps:
@@ -103,9 +124,9 @@ class KnownSteps:
         self._watch, self._plan, self.convention = watch, watch.plan, watch.convention
         self._notice, self._clock = notice, clock
         self._agreed = self._contradicted = 0
-        """How many observations did the same work as the last one with the same batches and nodes."""
+        """How many observations did the work that was known of such steps before, and how many did not."""
         self._alike: OrderedDict[Key, _Alike] = OrderedDict()
-        self._forms: dict[tuple[int, int | None, int | None], ObservedForm] = {}
+        self._forms: dict[tuple[int, int | None, _Ran], ObservedForm] = {}
         self._has_whole = self._drops_parts = False
         self._problems: Counter[str] = Counter()
         self.number_counted = 0
@@ -152,14 +173,14 @@ class KnownSteps:
         alike.work = observation.work()
 
     def _learn(self, note: StepNote, alike: _Alike, count: FlopCount) -> None:
-        nodes, step = note.nodes, note.position.step
-        before, known = alike.counts.get(nodes, (step, None))
-        _put(alike.counts, nodes, (step, count))
+        ran, step = _Ran(note.nodes, note.gradients), note.position.step
+        before, known = alike.find(ran) or (step, None)
+        _put(alike.counts, ran, (step, count))
         is_changed = known is not None and _totals(known) != _totals(count)
         if known is not None and is_changed:
             self._contradict(alike)
             alike.contradicted = before, step
-            _put(alike.counts, nodes, (step, count))
+            _put(alike.counts, ran, (step, count))
             self._notice(
                 f"the work of steps with the same batches changed between steps {before} and {step}, from "
                 f"{known.model_flops:,} to {count.model_flops:,} FLOPs: steps between them may have either",
@@ -175,9 +196,9 @@ class KnownSteps:
         observed = note.extras.observed
         if not self._is_repeatable and observed is not None and observed.is_whole:
             self._plan.ask("no observation was repeated yet")
-        if nodes is None or not note.batches.notes or note.batches.missing:
+        if ran.nodes is None or not note.batches.notes or note.batches.missing:
             return
-        kind = note.state, nodes, note.passes
+        kind = note.state, note.passes, ran
         form = self._forms.get(kind) or ObservedForm()
         _put(self._forms, kind, form)
         agrees = form.add(_sizes(note), integers_of(count, _FITTED))
@@ -202,7 +223,7 @@ class KnownSteps:
 
     @property
     def _is_repeatable(self) -> bool:
-        """Whether steps with the same batches and nodes as observed ones do the same work."""
+        """Whether steps with the same batches, nodes and gradients as observed ones do the same work."""
         return self._agreed > 2 * self._contradicted
 
     def answer(self, note: StepNote) -> FlopCount | Unknown:
@@ -222,14 +243,14 @@ class KnownSteps:
                 return Unknown(_VARIES)
             if alike.contradicted[0] < note.position.step < alike.contradicted[1]:
                 return Unknown(_CHANGED)
-            count = alike.count(None if is_part and self._drops_parts else note.nodes)
-            if count is not None:
+            ran = _Ran(None if is_part and self._drops_parts else note.nodes, note.gradients)
+            known = alike.find(ran)
+            if known is not None:
                 reason = alike.problem or (_VARIES if self._contradicted else _NOT_REPEATED)
-                return count if self._is_repeatable else Unknown(reason)
+                return known[1] if self._is_repeatable else Unknown(reason)
         if any(batch.lengths is None for batch in note.batches.notes):
             return Unknown("the values of the step's batch were overwritten before they could be read")
-        form = self._forms.get((note.state, note.nodes, note.passes))
-        found = None if form is None else form.predict(_sizes(note))
+        found = self._predicted(note)
         if found is not None and self._contradicted and not self._is_repeatable:
             return Unknown(_VARIES)
         if found is not None:
@@ -246,7 +267,7 @@ class KnownSteps:
         if observed is not None and (observed.is_whole or (self._has_whole and not self._drops_parts)):
             return True
         if (observed is None or self._has_whole) and not isinstance(self.answer(note), Unknown):
-            self._plan.known_kind(kind_of(note.batches, note.nodes, note.passes))
+            self._plan.known_kind(kind_of(note.batches, note.nodes, note.passes, note.gradients))
             return True
         if note.batches.missing is not None or not note.batches.notes:
             return True
@@ -267,6 +288,20 @@ class KnownSteps:
             return self._alike.get(wanted)
         newest = reversed(self._alike.items())
         return next((alike for key, alike in newest if (key[0], *key[2:]) == (wanted[0], *wanted[2:])), None)
+
+    def _predicted(self, note: StepNote) -> dict[str, int] | None:
+        """By the form of steps that ran the same; where the gradients are unknown all forms must agree."""
+        kind, sizes = (note.state, note.passes, _Ran(note.nodes, note.gradients)), _sizes(note)
+        exact = self._forms.get(kind)
+        found = None if exact is None else exact.predict(sizes)
+        if found is not None or note.gradients is not None:
+            return found
+        others = [
+            form.predict(sizes)
+            for (state, passes, ran), form in self._forms.items()
+            if (state, passes, ran.nodes) == (note.state, note.passes, note.nodes) and form is not exact
+        ]
+        return others[0] if others and all(each == others[0] for each in others) else None
 
     def _entry(self, key: Key) -> _Alike:
         found = self._alike.setdefault(key, _Alike())

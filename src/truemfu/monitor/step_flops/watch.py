@@ -5,19 +5,23 @@
     a batch of a new shape             its forward pass ──────► log_step
 
 An observed step runs the user's code once, as every step does: a dispatch mode sees each operator as it runs
-(`flops/observe/`). Three free signals show in every step whether it did the same work as an observed one: the
-shapes of its batches, how many autograd nodes its thread made, and which backward passes it started. What
-they do not show (a frozen weight, a swapped layer) shows in the modules themselves (`model_states.py`).
+(`flops/observe/`). Four free signals show in every step whether it did the same work as an observed one: the
+shapes of its batches, how many autograd nodes its thread made, which backward passes it started, and which
+parameters had a gradient when their optimizers stepped. What they do not show (a frozen weight, a swapped
+layer) shows in the modules themselves (`model_states.py`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...convention import Convention
 from ...flops import StepObserver, cuda_captures, replaced_modules, take_out_left_behind
@@ -28,6 +32,7 @@ from ...torch_private.watching import backward_number, functorch_level
 from .. import forks
 from ..step_note import ObservedStep
 from ..watching.batch_notes import StepBatches, Template
+from ..watching.gradients import MOST_PARAMETERS, gradients_found
 from ..watching.model_hooks import ModelHooks
 from .model_states import ModelChange, ModelStates
 from .plan import ObservationPlan
@@ -35,12 +40,12 @@ from .plan import ObservationPlan
 _MOST_KINDS = 4096
 _now_s = time.perf_counter
 PROFILED = "steps were not observed while a profiler was active, which would record each operator twice"
-Kind = tuple[tuple[int, ...], int | None, int | None]
+Kind = tuple[tuple[int, ...], int | None, int | None, bytes | None]
 
 
-def kind_of(batches: StepBatches, nodes: int | None, passes: int | None) -> Kind:
-    """Equal for steps with batches of the same shapes, as many nodes and the same backward passes."""
-    return tuple([note.template.number for note in batches.notes]), nodes, passes
+def kind_of(batches: StepBatches, nodes: int | None, passes: int | None, gradients: bytes | None) -> Kind:
+    """Equal for steps with batches of the same shapes, and the same other signals."""
+    return tuple([note.template.number for note in batches.notes]), nodes, passes, gradients
 
 
 class ObservedKinds:
@@ -70,8 +75,9 @@ class ObservedKinds:
         self.known.clear()
 
 
-class StepNodes:
-    """How many autograd nodes a step makes on its thread, and the backward passes it starts there."""
+class StepSignals:
+    """What a step does on its thread: how many autograd nodes it makes, which backward passes it starts, and
+    which parameters its optimizers find with a gradient."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
@@ -82,13 +88,15 @@ class StepNodes:
         """The number of nodes at the end of the last pause, and how many were made in it."""
         self.passes: int | None = None
         """A hash of the backward passes, 0 if there were none; None in a step whose begin was not seen."""
+        self.gradients: bytes | None = None
+        """Which parameters had a gradient when their optimizers stepped, a byte each; None if none did."""
 
     def begin(self) -> None:
         """A step begins on this thread."""
         self._thread, self.first = threading.get_ident(), next_sequence_nr()
-        self._before_pause, self._resumed_at, self.passes = None, 0, 0
+        self._before_pause, self._resumed_at, self.passes, self.gradients = None, 0, 0, None
 
-    def made(self) -> int | None:
+    def nodes_made(self) -> int | None:
         """So far in this step; None if unknown."""
         if self.first is None or threading.get_ident() != self._thread:
             return None
@@ -96,16 +104,29 @@ class StepNodes:
 
     def backward_begins(self, numbers: Sequence[int], asked: Hashable) -> None:
         """A backward pass from these nodes begins on some thread; one inside another belongs to that."""
-        if self.passes is None or self._before_pause is not None:
-            return
-        if threading.get_ident() == self._thread and backward_number() == -1:
+        if self._is_here and backward_number() == -1:
             now = next_sequence_nr()
             ages = [now - n - (self._in_pause if n < self._resumed_at else 0) for n in numbers]
             self.passes = hash((self.passes, *ages, asked))
 
+    def optimizer_steps(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """An optimizer is about to step on some thread: a hook of torch."""
+        if torch.compiler.is_compiling() or not self._is_here:
+            return
+        found = self.gradients or b""
+        if len(found) < 2 * MOST_PARAMETERS:  # each parameter may have an optimizer
+            with contextlib.suppress(Exception):  # not for the training
+                self.gradients = found + gradients_found(optimizer)
+
+    @property
+    def _is_here(self) -> bool:
+        """Whether this thread runs the step, and no code outside of it."""
+        is_within = self.passes is not None and self._before_pause is None
+        return is_within and threading.get_ident() == self._thread
+
     def suspend(self) -> None:
         """Code outside of the step runs now."""
-        self._before_pause = self.made()
+        self._before_pause = self.nodes_made()
 
     def resume(self) -> None:
         """The step continues; nodes made meanwhile are not its own."""
@@ -140,10 +161,11 @@ class StepWatch:
         self.hindrance: str | None = None
         """Why steps that were to be observed were not."""
         self.models = ModelStates(hooks, plan)
-        self._forks, self.nodes = forks.number, StepNodes()
-        self._leave_backward: Callable[[], None] = lambda: None
+        self._forks, self.signals = forks.number, StepSignals()
+        self._leave = contextlib.ExitStack()
         if is_enabled:
-            self._leave_backward = backward_passes.listen(self.nodes.backward_begins)
+            self._leave.callback(backward_passes.listen(self.signals.backward_begins))
+            self._leave.callback(register_optimizer_step_pre_hook(self.signals.optimizer_steps).remove)
 
     @property
     def observer(self) -> StepObserver | None:
@@ -170,8 +192,8 @@ class StepWatch:
     def batch_begins(self, template: Template, *, is_first: bool) -> None:
         """A micro-batch begins its forward pass; if it is the step's first, the step may be observed."""
         take_out_left_behind()
-        if self.nodes.first is None:  # the first step begins here
-            self.nodes.begin()
+        if self.signals.first is None:  # the first step begins here
+            self.signals.begin()
         if self._observer is None and is_first and self._is_enabled and self._wants(template):
             self._enter(is_whole=False)
         if self._observer is not None and is_profiled():  # it began since: let it see what it would see alone
@@ -206,7 +228,7 @@ class StepWatch:
 
     def next_begins(self, logged: int) -> None:
         """`log_step` is about to return, after so many steps: the next one begins."""
-        self.nodes.begin()
+        self.signals.begin()
         if self._is_enabled and self.plan.is_due(logged + 1, _now_s()):
             self._enter(is_whole=True)
 
@@ -232,13 +254,13 @@ class StepWatch:
 
     def suspend(self) -> None:
         """Code outside of the step runs now."""
-        self.nodes.suspend()
+        self.signals.suspend()
         if self._observer is not None:
             self._observer.suspend()
 
     def resume(self) -> None:
         """The step continues."""
-        self.nodes.resume()
+        self.signals.resume()
         if self._observer is not None:
             self._observer.resume()
 
@@ -249,7 +271,7 @@ class StepWatch:
         if self._captures is not None:
             self._captures.release()
             self._captures = None
-        self._leave_backward()
+        self._leave.close()
 
     def forget_models(self) -> None:
         """Other models are watched from now on."""
