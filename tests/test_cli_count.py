@@ -297,7 +297,27 @@ def test_a_chip_without_fp8_has_no_mfu_in_it(run: Run) -> None:
     )
     result = run(*call)
     assert result.code == 0
-    assert "MFU               unknown: no peak is known" in result.out
+    assert (
+        "MFU               unknown: no fp8 peak is known for NVIDIA A100 SXM4 80GB; it has fp64,"
+        in result.out
+    )
+
+
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [("h-100", "h100"), ("rtx_4090", "rtx-4090"), ("MI-300X", "mi300x"), ("a1000", "a100"), ("1080", None)],
+)
+def test_a_device_that_is_not_in_the_table_gets_the_name_it_is_most_like(
+    run: Run, typed: str, hint: str | None
+) -> None:
+    found = re.search(r"did you mean '(.*?)'", run("count", "tiny", "--device", typed).err)
+    assert (found and found[1]) == hint
+
+
+def test_a_sequence_that_is_too_long_is_one_clear_line(run: Run) -> None:
+    result = run("count", "gpt2", "--seq", "2000")
+    assert result.code == 2
+    assert result.err == "error: 2,000 tokens per sample are too many: GPT2LMHeadModel has 1,024 positions\n"
 
 
 def test_days_and_cost_follow_from_tokens_gpus_mfu_and_price(run: Run) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -66,7 +67,59 @@ def test_runs_here_are_listed_with_how_they_ended(run: Run, tmp_path: Path) -> N
 def test_a_folder_used_twice_says_so(run: Run, tmp_path: Path) -> None:
     for _ in range(2):
         train(tmp_path / "twice")
-    assert "3 steps were logged twice" in run("status", "twice").out
+    assert "3 rows were replaced by a later row of the same step" in run("status", "twice").out
+
+
+def write_run(folder: Path, methods: dict[str, int], **summary: object) -> None:
+    """The files of a run whose steps have their FLOPs by these methods; without a peak."""
+    folder.mkdir(parents=True)
+    of_steps = [method for method, steps in methods.items() for _ in range(steps)]
+    rows = [
+        {"global_step": at, "perf/step_time": 0.1, "perf/tflops_per_gpu": 2.0, "perf/method": method}
+        for at, method in enumerate(of_steps)
+    ]
+    (folder / "training_log.json").write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
+    (folder / "training_run.json").write_text(json.dumps({"summary": {"steps": len(rows), **summary}}))
+
+
+def test_all_methods_are_named_and_an_estimated_rate_is_marked(run: Run, tmp_path: Path) -> None:
+    methods = {"estimate": 30, "count of observed steps": 60}
+    write_run(tmp_path / "run", methods)
+    out = run("status", "run").out
+    assert re.search(r"FLOPs by +estimate \(30 steps\), count of observed steps \(60 steps\)\n", out)
+    assert "of one device; the model's work, estimated from its structure in 30 of 90 steps" in out
+    found = json.loads(run("status", "run", "--json").out)
+    assert (found["method"], found["methods"]) == ("count of observed steps", methods)
+    assert "2 TFLOP/s (partly estimated)" in run("status").out
+
+
+def test_a_folder_that_holds_runs_is_listed(run: Run, tmp_path: Path) -> None:
+    write_run(tmp_path / "truemfu-runs" / "a", {"estimate": 2})
+    out = run("status", "truemfu-runs").out
+    assert "truemfu-runs/a" in out
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "no run in empty or two levels below" in run("status", "empty").err
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_long_error_leaves_the_list_one_table(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_terminal: bool
+) -> None:
+    error = "RuntimeError: " + "shapes do not match; " * 12
+    write_run(tmp_path / "crashed", {"estimate": 2}, ended_by=error)
+    write_run(tmp_path / "fine", {"estimate": 2})
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", run("status").out).splitlines()
+    assert len(lines) == 4
+    assert re.search(r"MFU or FLOP/s +state", lines[0])
+    crashed = next(line.rstrip() for line in lines if "crashed" in line)
+    if is_terminal:
+        assert len(crashed) <= 100
+        assert crashed.endswith("…")
+    else:
+        assert error.strip() in crashed
 
 
 def test_a_folder_without_runs_says_what_to_do(run: Run) -> None:

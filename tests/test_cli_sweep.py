@@ -189,15 +189,15 @@ def test_flags_override_the_file_and_the_file_the_defaults(run: Run, tmp_path: P
 def test_a_configuration_in_the_current_folder_is_taken(run: Run, tmp_path: Path) -> None:
     (tmp_path / "profiling_config.json").write_text('{"trainers": ["StandardTrainer"], "model_size": "tiny"}')
     assert len(listed(run)) == 4
-    assert len(listed(run, "--mode", "test")) == 4
+    assert len(listed(run, "--mode", "test")) == 5
     assert list(listed(run, "--mode", "single")) == ["StandardTrainer_bs4_seq512"]
 
 
 def test_a_dry_run_lists_and_starts_nothing(run: Run, tmp_path: Path) -> None:
     result = run("sweep", "--mode", "test", "--dry-run")
     assert result.code == 0
-    assert "DPGhostClippingTrainer_bs2_seq32" in result.out
-    assert "experiments: 4; none was started" in result.out
+    assert "DPBookKeepingTrainer_bs2_seq32" in result.out
+    assert "experiments: 5; none was started" in result.out
     assert list(tmp_path.iterdir()) == []
 
 

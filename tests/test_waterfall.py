@@ -74,7 +74,7 @@ def test_a_chip_above_its_datasheet_gains() -> None:
     result = fall(mean_clock_hz=1980e6, throttle={"power_limit": 0.0})
     clock = result.parts[0]
     assert clock.share == pytest.approx(1 - 1980 / 1830)
-    assert clock.name == "clock above the datasheet's, a gain"
+    assert clock.name == "gain from a clock above the datasheet's"
     assert sum(shares(result).values()) == pytest.approx(1, abs=1e-12)
 
 

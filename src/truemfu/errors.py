@@ -133,8 +133,11 @@ def warn_once(message: str) -> None:
         return
 
 
-def closest(name: str, known: Iterable[str]) -> str:
-    """A hint ` (did you mean 'x'?)` for a misspelt name in any case, or an empty string."""
+def closest(name: str, known: Iterable[str], least: float = 0.6) -> str:
+    """A hint ` (did you mean 'x'?)` for a misspelt name in any case, or an empty string.
+
+    `least` is how alike two names must be, from 0 to 1.
+    """
     lower = {entry.lower(): entry for entry in known}
-    match = difflib.get_close_matches(name[:_MAX_VALUE].lower(), list(lower), n=1)
+    match = difflib.get_close_matches(name[:_MAX_VALUE].lower(), list(lower), n=1, cutoff=least)
     return f" (did you mean {lower[match[0]]!r}?)" if match else ""

@@ -446,6 +446,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     observed_steps: int | None = None
     skipped_steps: int | None = None
     medians_over: str | None = None
+    median_steps: dict[str, int] = {}
+    """How many steps each median is of: `{"mfu": 887, "hfu": 212}`."""
     median_step_time_s: float | None = None
     median_mfu: float | None = None
     median_mfu_by_model: dict[str, float | None] = {}

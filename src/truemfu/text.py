@@ -52,6 +52,13 @@ def _escaped(character: str) -> str:
     return "".join(f"\\u{units[i]:02x}{units[i + 1]:02x}" for i in range(0, len(units), 2))
 
 
+def sentence(text: str) -> str:
+    """A note as a sentence: `executed FLOPs are …` → `Executed FLOPs are … .`; a name in front stays."""
+    first = text.partition(" ")[0]
+    begun = text[:1].upper() + text[1:] if first.isalpha() and first.islower() else text
+    return begun if begun.endswith((".", "!", "?", ":")) else f"{begun}."
+
+
 def counted(number: int, noun: str) -> str:
     """A number of things: `1 experiment`, `2 experiments`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

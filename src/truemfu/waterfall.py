@@ -491,7 +491,7 @@ def _reasons(throttle: Mapping[str, float]) -> tuple[str, ...]:
 
 def _clock_name(g: float | None, reasons: Sequence[str]) -> str:
     if g is not None and g > 1:
-        return "clock above the datasheet's, a gain"
+        return "gain from a clock above the datasheet's"
     held = " and ".join(_REASONS.get(name, name) for name in reasons)
     return f"{_NAMES['clock']} ({held})" if held else _NAMES["clock"]
 
@@ -501,8 +501,9 @@ _HINTS = {
     "idle": "the host is too slow for the GPU: look for synchronisations and many tiny kernels",
     "idle_data_wait": "more loader workers, prefetching or faster storage",
     "idle_between_steps": (
-        "evaluation, checkpoints, logging, or batches from another source than a torch DataLoader (to "
-        "measure them apart, use a TrainingMonitor in the script: its `pause` and `data`)"
+        "evaluation, checkpoints, logging, or batches from another source than a torch DataLoader; to tell "
+        "them apart, the script needs a TrainingMonitor and its lines `with monitor.pause('evaluation'):` "
+        "and `for batch in monitor.data(batches):` (docs/monitor.md)"
     ),
     "idle_launch_gaps": "torch.compile, CUDA graphs or a larger batch leave fewer, longer kernels",
     "idle_other": (

@@ -415,10 +415,16 @@ def test_a_module_is_run_as_python_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"), [("-m", "-m needs the name"), ("--outptu", "No such option '--outptu'")]
+    ("wrong", "said"),
+    [
+        ("-m", "-m needs the name"),
+        ("--outptu", "No such option '--outptu'"),
+        ("--mode hybird train.py", "did you mean 'hybrid'?"),
+    ],
 )
 def test_an_option_of_run_that_is_wrong(wrong: str, said: str) -> None:
-    ran = subprocess.run([sys.executable, "-m", "truemfu", "run", wrong], capture_output=True, text=True)
+    command = [sys.executable, "-m", "truemfu", "run", *wrong.split()]
+    ran = subprocess.run(command, capture_output=True, text=True)
     assert (ran.returncode, ran.stdout) == (2, "")
     assert said in ran.stderr
 
@@ -429,6 +435,13 @@ def test_a_command_that_does_not_exist(tmp_path: Path) -> None:
     assert len(run.stderr.splitlines()) == 1, run.stderr
     assert "no-such-command" in run.stderr
     assert not run.output.exists()
+
+
+def test_a_script_that_does_not_exist(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "truemfu", "run", "nosuch.py"]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout) == (127, "")
+    assert ran.stderr == "error: nosuch.py: no such file\n"
 
 
 def test_a_script_that_is_not_python(tmp_path: Path) -> None:

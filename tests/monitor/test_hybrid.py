@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,7 @@ from truemfu.monitor.hybrid.hardware_watch import Cut, HardwareWatch
 from truemfu.monitor.hybrid.hardware_windows import HardwareWindows
 from truemfu.monitor.hybrid.step_detail import detail_of
 from truemfu.monitor.summary import lines_of
+from truemfu.records import RunHardware, RunSummary, WaterfallPart, WaterfallRecord
 from truemfu.sweep.worker.models import build_reference_model
 
 TRACE = Path(__file__).parent.parent / "hardware" / "traces" / "h200_training.jsonl"
@@ -311,6 +313,7 @@ def test_an_audit_corrects_what_activity_reads(
     assert ("(upper bound: no audit)" in words) is not bool(hybrid)
     notes = " ".join(hardware["waterfall"]["notes"])
     assert ("executed FLOPs are an upper bound without an audit" in notes) is not bool(hybrid)
+    assert ("`truemfu audit --json -- python train.py > audit.json`" in notes) is not bool(hybrid)
 
 
 def test_an_audit_in_other_dtypes_sets_the_rate(
@@ -350,7 +353,34 @@ def test_the_closing_words_say_where_the_peak_went(
     assert "executed, by counters" in words
     assert "clock 1,716 MHz by cycle counters" in words
     assert "500 W" in words
-    assert "where the peak went" in words
+    lines = re.findall(r"where the peak went +(.*)", words)
+    assert re.match(
+        r"the parts are means over what the counters measured \(\d+ windows?, \d+ steps", lines[0]
+    )
+    assert "MFU is the median of all steps" in lines[0]
+    assert sum(float(line.split(" %")[0]) for line in lines[1:]) == pytest.approx(100, abs=0.05 * len(lines))
+
+
+@pytest.mark.parametrize(("small", "shown"), [((-0.004, 0.002), "-0.2"), ((0.002, -0.002), None)])
+def test_parts_too_small_for_a_line_are_one_line(small: tuple[float, float], shown: str | None) -> None:
+    shares = [0.5, *small]
+    parts = [WaterfallPart(key=str(share), name="part", share=share) for share in shares]
+    useful = WaterfallPart(key="useful", name="the model's FLOPs", share=1 - sum(shares))
+    fall = WaterfallRecord(parts=[*parts, useful])
+    summary = RunSummary(hardware=RunHardware(waterfall=fall))
+    lines = [
+        text.split(" %")
+        for label, text in lines_of(msgspec.to_builtins(summary))
+        if label.startswith("where")
+    ]
+    assert [name.strip() for _, name in lines] == [
+        "part",
+        *(["smaller parts together"] if shown else []),
+        useful.name,
+    ]
+    assert sum(float(share) for share, _ in lines) == pytest.approx(100, abs=0.05 * len(lines))
+    if shown:
+        assert lines[1][0].strip() == shown
 
 
 def test_switched_off_counters_are_not_opened(

@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 from fractions import Fraction
 
+import msgspec
 import pytest
 
 from truemfu.monitor.metrics import StepAmounts, StepTime, Window, performance
 from truemfu.monitor.ranks.role import RankRole
 from truemfu.monitor.step_flops.source import StepFlops
 from truemfu.monitor.totals import StepTotals
+from truemfu.records import RunRecord, RunSummary
 from truemfu.run_summary.sums import Reservoir
+from truemfu.run_summary.texts import RunResults, figures
 
 FLOPS = StepFlops(
     model_flops=2 * 10**12,
@@ -163,6 +166,23 @@ def test_totals_are_medians_over_the_steps_after_warm_up() -> None:
     assert run["totals"]["model_flops"] == 4 * 2 * 10**12
     assert run["totals"]["tokens"] == 4 * 2048
     assert run["method"] == "closed form"
+    assert run["median_steps"]["mfu"] == run["median_steps"]["step_time_s"] == 3
+
+
+def test_a_measured_hfu_tells_in_how_many_steps_it_was_measured() -> None:
+    totals = StepTotals()
+    totals.add(STEP, [TIME] * 10)
+    totals.add(
+        dataclasses.replace(STEP, flops=dataclasses.replace(FLOPS, executed_method="hardware counters")),
+        [TIME] * 4,
+    )
+    steps = totals.as_dict()["median_steps"]
+    assert (steps["mfu"], steps["hfu"]) == (14, 4)
+    summary = msgspec.convert(totals.as_dict(), RunSummary)
+    hfu = {
+        one.label: one.text for one in figures(RunResults(record=RunRecord(summary=summary), summary=summary))
+    }
+    assert hfu["HFU, median"].endswith("(the executed work, by hardware counters, measured in 4 of 14 steps)")
 
 
 def test_a_run_of_warm_up_alone_says_so() -> None:

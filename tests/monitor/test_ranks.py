@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,6 +28,8 @@ from truemfu.errors import TruemfuWarning, warn_once
 from truemfu.monitor.ranks.row_exchange import RowExchange
 from truemfu.monitor.ranks.store_thread import GROUP_S, STUCK_S, StoreThread
 from truemfu.monitor.ranks.this_rank import ThisRank
+from truemfu.monitor.summary import lines_of
+from truemfu.records import RankSummary, RunSummary
 
 TIME_LIMIT_S = 120
 COLLECTIVES = (
@@ -616,3 +619,9 @@ def test_a_single_process_reports_nothing_and_needs_no_thread(tmp_path: Path) ->
     assert alone.store._thread is None
     assert (alone.reporter, alone.job, alone.figures(), alone.notes) == (None, None, None, [])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_line_of_a_rank_says_which_steps_its_time_is_of() -> None:
+    rank = RankSummary(rank=1, status="ended", host="vm", device="vm:cpu:1", steps=35, step_time_s=0.01963)
+    lines = dict(lines_of(msgspec.to_builtins(RunSummary(ranks=[rank]))))
+    assert lines["rank 1"] == "vm:cpu:1, 35 steps after warm-up, mean 19.63 ms"

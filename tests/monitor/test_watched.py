@@ -17,6 +17,7 @@ from truemfu.errors import TruemfuWarning, UsageError
 from truemfu.flops.observe.observation import OBSERVED
 from truemfu.monitor.summary import lines_of
 from truemfu.monitor.watching.watched import CalledModels
+from truemfu.text import share
 
 PEAK = 10e12
 
@@ -119,7 +120,12 @@ def test_several_models_have_one_mfu_for_the_step_and_one_each(tmp_path: Path, f
         p.numel() for m in (generator, critic) for p in m.parameters()
     )
     assert set(summary["median_mfu_by_model"]) == {"Generator", "Critic"}
-    assert [text for label, text in lines_of(summary) if label.strip() == "Critic"]
+    lines = dict(lines_of(summary))
+    assert (
+        lines["MFU of Critic, median"]
+        == f"{share(summary['median_mfu_by_model']['Critic'])} (its part of the MFU)"
+    )
+    assert lines["model"].startswith("Generator, Critic, ")
 
 
 def test_models_can_be_given_names(tmp_path: Path) -> None:
@@ -139,7 +145,9 @@ def test_models_of_one_class_are_numbered(tmp_path: Path) -> None:
         for step in range(1, 4):
             sum(model(torch.randn(2, 4)).sum() for model in models).backward()  # type: ignore[union-attr]
             monitor.log_step(step, 0, 1.0, 1.0, 1.0)
-    assert set(monitor.summary()["median_mfu_by_model"]) == {"Linear_0", "Linear_1"}
+    summary = monitor.summary()
+    assert set(summary["median_mfu_by_model"]) == {"Linear_0", "Linear_1"}
+    assert dict(lines_of(summary))["model"].startswith("Linear_0, Linear_1 (Linear, Linear), ")
 
 
 def test_one_model_has_no_mfu_of_its_own(tmp_path: Path) -> None:

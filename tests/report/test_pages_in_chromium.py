@@ -148,7 +148,7 @@ def test_charts_are_drawn_nothing_sticks_out_and_nothing_is_requested(browser: B
 def test_on_a_phone_what_two_runs_were_is_read_without_scrolling(browser: Browser, runs_page: Path) -> None:
     browser.open(runs_page, 390)
     edges = browser.run(
-        "[...document.querySelectorAll('#facts td:last-child, #figures td:last-child')]"
+        "[...document.querySelectorAll('#facts td:last-child, #figures td:last-child, #worst td:last-child')]"
         ".map((cell) => cell.getBoundingClientRect().right)"
     )
     assert edges

@@ -214,9 +214,16 @@ def test_an_mfu_that_is_partly_estimated_is_marked_wherever_it_is_shown(
     assert "the model&#39;s work, estimated from its structure in 5 of 20 steps, else by the count" in page
     assert "<b>MFU and HFU (partly estimated), %</b>" in page
     assert "count of observed steps (15 steps), estimate (5 steps)" in page
+    rate = re.search(r"model FLOP/s, median</span>.*?<small>(.*?)</small>", page)
+    assert rate is not None
+    assert "estimated from its structure in 5 of 20 steps" in rate[1]
     side_by_side = write_runs_page(tmp_path / "runs.html", [run, run]).read_text("utf-8")
     row = side_by_side.split('<td class="left">MFU, median</td>')[1].split("</tr>")[0]
     assert row.count("(partly estimated)") == 2
+    chart = side_by_side.split("<b>MFU, %</b>")[1].split("</figcaption>")[0]
+    assert chart.count("(partly estimated)") == 2
+    rates = side_by_side.split('<td class="left">model FLOP/s, median</td>')[1].split("</tr>")[0]
+    assert rates.count("(partly estimated)") == 2
     assert re.search(
         r"The median MFU is the same in all runs that have one: \S+ % \(partly estimated\)", side_by_side
     )

@@ -26,7 +26,7 @@ from .console import (
     working,
 )
 from .options import SIZE_NAMES, Amount, device_keys, older_names
-from .plan import FP8_NOTE, PlanOptions, dtype_is_fp8, plan_of, show_plan, wanted_plan
+from .plan import FP8_NOTE, PlanOptions, dtype_is_fp8, plan_of, show_plan, wanted_plan, why_no_peak
 
 if TYPE_CHECKING:
     from ..flops import FlopCount, Target
@@ -192,8 +192,9 @@ def count(
     _show(console, target, flops, f"{parameters:,} parameters{share}", depth)
     if peak_dtype is not None:
         console.print(FP8_NOTE)
-    if plan is not None:
-        show_plan(console, plan, target.length)
+    if wanted is not None and plan is not None:
+        no_peak = why_no_peak(wanted, flops.by_dtype if peak_dtype is None else [peak_dtype])
+        show_plan(console, plan, target.length, no_peak)
 
 
 def _report_unused_options(context: click.Context, model: str) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..errors import UsageError
-from ..hardware.detect import dtype_name
+from ..hardware.detect import dtype_name, find_spec
 from ..hardware.search import named_device
+from ..hardware.specs import DTYPES
 from ..text import percent_text
 from ..training_plan import TrainingPlan
 from ..utilization import datasheet_flops_per_s, ideal_flops_per_s
@@ -93,10 +95,23 @@ def plan_of(wanted: PlanOptions, target: Target, flops: FlopCount, peak_dtype: s
     )
 
 
-def show_plan(console: SafeConsole, plan: TrainingPlan, length: int | None) -> None:
+def why_no_peak(wanted: PlanOptions, by_dtype: Iterable[str]) -> str:
+    """Why there is no peak: no device, or one without a rate in the dtypes of the step."""
+    spec = None if wanted.device is None else find_spec(wanted.device)
+    if spec is None:
+        return _NO_PEAK
+    has = [dtype for dtype in DTYPES if spec.peak(dtype) is not None]
+    lacks = [dtype for dtype in by_dtype if dtype not in has]
+    return (
+        f"unknown: no {' or '.join(lacks)} peak is known for {spec.name}; it has {', '.join(has)} (--dtype)"
+    )
+
+
+def show_plan(console: SafeConsole, plan: TrainingPlan, length: int | None, no_peak: str) -> None:
+    """Print it; `no_peak` is the reason if its peak is unknown."""
     drawn = table("without a run", "")
     drawn.columns[1].justify = "left"
-    for label, text in _rows(plan):
+    for label, text in _rows(plan, no_peak):
         drawn.add_row(label, text)
     console.print("", drawn, "")
     if plan.mfu is not None and plan.mfu > 1:
@@ -104,19 +119,19 @@ def show_plan(console: SafeConsole, plan: TrainingPlan, length: int | None) -> N
     console.print(_ASSUMED.format(length="" if length is None else f", of sequences of {length:,} tokens"))
 
 
-def _rows(plan: TrainingPlan) -> list[tuple[str, str]]:
+def _rows(plan: TrainingPlan, no_peak: str) -> list[tuple[str, str]]:
     peak, rate, gpus = plan.peak_flops_per_s, plan.tokens_per_second, plan.gpus
-    no_rate = _NO_PEAK if peak is None and plan.mfu is not None else _NO_RATE
+    no_rate = no_peak if peak is None and plan.mfu is not None else _NO_RATE
     rows = [
         (
             "peak of the GPU" if gpus == 1 else f"peak of each of {gpus:,} GPUs",
-            _NO_PEAK if peak is None else f"{short(peak)}FLOP/s, {plan.peak_source}",
+            no_peak if peak is None else f"{short(peak)}FLOP/s, {plan.peak_source}",
         ),
         ("FLOPs per token", f"{short(plan.flops_per_token)}FLOP"),
         ("tokens/s" if gpus == 1 else "tokens/s of all GPUs", no_rate if rate is None else f"{rate:,.0f}"),
         (
             "MFU",
-            percent_text(plan.mfu) if plan.mfu is not None else _NO_PEAK if rate is not None else _NO_RATE,
+            percent_text(plan.mfu) if plan.mfu is not None else no_peak if rate is not None else _NO_RATE,
         ),
         ("HFU", _NO_HFU),
     ]

@@ -17,7 +17,7 @@ import click
 
 from ..commit import KNOWN_COMMIT, git_commit
 from ..environment import is_disabled
-from ..errors import UsageError
+from ..errors import UsageError, closest
 from ..hardware.detect import override_flops_per_s
 from .console import FilePath, debug_option, say
 from .options import separated
@@ -94,7 +94,8 @@ def run(
 
     trackers = separated(trackers)
     if mode not in (None, AUTO, *MODES):
-        raise UsageError(f"--mode must be one of {', '.join((AUTO, *MODES))}; got {mode!r}")
+        modes = (AUTO, *MODES)
+        raise UsageError(f"--mode must be one of {', '.join(modes)}; got {mode!r}{closest(mode, modes)}")
     if command and command[0].startswith("-") and command[:1] != ("-m",):
         raise click.NoSuchOption(command[0])
     if command == ("-m",):
@@ -103,7 +104,9 @@ def run(
         raise UsageError("give the command to run: truemfu run -- python train.py")
     call = python_command(command, sys.executable)
     if not _is_there(command[0], call):
-        say(f"error: {command[0]}: command not found, or not executable", err=True)
+        is_script = call[0] != command[0]
+        why = "no such file" if is_script else "command not found, or not executable"
+        say(f"error: {command[0]}: {why}", err=True)
         raise click.exceptions.Exit(_NOT_FOUND)
     if not is_disabled():
         load_config(config)

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich.cells import cell_len
+from rich.table import Table
+from rich.text import Text
 
-from .console import FilePath, debug_option, json_option, output, print_json, say, table
+from .console import FilePath, debug_option, json_option, output, print_json, say, table, table_width
 
 if TYPE_CHECKING:
     from ..records import RunSummary
     from ..report.run.load import LoadedRun
 
+_SHORTEST_STATE = 30
 _SHOWN = ("step, median", "MFU, median", "model FLOP/s, median", "HFU, median", "tokens/s", "samples/s")
 
 
@@ -26,22 +31,25 @@ def status(folder: Path | None, as_json: bool) -> None:
     """The run in DIR so far: steps, step time, MFU, tokens/s, loss, and whether and how it ended.
 
     DIR is the output_dir of a TrainingMonitor or the folder of `truemfu run`. Steps are on disk ten seconds
-    after they end. Without DIR: a line for each run in the current folder and two levels below.
+    after they end. Without DIR: a line for each run in the current folder and two levels below; likewise if
+    DIR is no run itself.
 
     \b
     Examples
         truemfu status
+        truemfu status truemfu-runs
         truemfu status truemfu-runs/20261117-0930-train
         watch truemfu status runs/a
         truemfu status runs/a --json
     """
-    if folder is None:
-        _list_runs(as_json)
-        return
     from ..report.run.job_view import job_lines
-    from ..report.run.load import load_run
+    from ..report.run.load import holds_run, load_run
+
+    if folder is None or (folder.is_dir() and not holds_run(folder)):
+        _list_runs(folder or Path(), as_json)
+        return
     from ..report.run.log_summary import results_of, summary_of_log
-    from ..run_summary.texts import figures
+    from ..run_summary.texts import figures, methods_text
 
     run = load_run(folder)
     summary = summary_of_log(run.rows)
@@ -59,7 +67,7 @@ def status(folder: Path | None, as_json: bool) -> None:
             for one in figures(replace(results_of(run), summary=summary))
             if one.label in _SHOWN
         ),
-        ("FLOPs by", summary.method or "nothing yet"),
+        ("FLOPs by", methods_text(summary) or "nothing yet"),
         *(job_lines(run.job) if run.job is not None else ()),
     ]
     for label, text in lines:
@@ -68,16 +76,15 @@ def status(folder: Path | None, as_json: bool) -> None:
         say(f"note: {note}")
 
 
-def _list_runs(as_json: bool) -> None:
-    """A line for each run here; a folder that cannot be read is named on stderr."""
+def _list_runs(top: Path, as_json: bool) -> None:
+    """A line for each run in a folder; one that cannot be read is named on stderr."""
     from ..errors import TruemfuError, UsageError
     from ..report.run.load import holds_run, load_run
     from ..report.run.log_summary import summary_of_log
-    from ..run_summary.texts import mfu_text
-    from ..text import flop_rate
+    from ..run_summary.texts import estimate_mark, mfu_text
+    from ..text import flop_rate, on_one_line
 
-    here = Path()
-    folders = [here, *sorted(here.glob("*/")), *sorted(here.glob("*/*/"))]
+    folders = [top, *sorted(top.glob("*/")), *sorted(top.glob("*/*/"))]
     states = []
     for folder in filter(holds_run, folders):
         try:
@@ -88,25 +95,50 @@ def _list_runs(as_json: bool) -> None:
             say(f"note: {error}", err=True)
     if not states:
         raise UsageError(
-            "no run in this folder or two levels below: give a run's folder (truemfu status DIR), or "
-            "start a run (truemfu run train.py)"
+            f"no run in {'this folder' if top == Path() else top} or two levels below: give a run's folder "
+            "(truemfu status DIR), or start a run (truemfu run train.py)"
         )
     states.sort(key=lambda found: found[0]["started_at"] or "")
     if as_json:
         print_json([state for state, _ in states])
         return
-    runs = table("run", "started", "steps", "MFU or FLOP/s", "")
-    runs.columns[-1].justify = "left"
+    rows = []
     for state, summary in states:
         rate = summary.median_tflops_per_gpu
-        runs.add_row(
+        row = (
             state["folder"],
             (state["started_at"] or "unknown")[:16].replace("T", " "),
             f"{state['steps']:,}",
-            mfu_text(summary) if rate is None or summary.median_mfu is not None else flop_rate(1e12 * rate),
-            state["state"],
+            mfu_text(summary)
+            if rate is None or summary.median_mfu is not None
+            else flop_rate(1e12 * rate) + estimate_mark(summary),
+            on_one_line(state["state"]),
         )
-    output().print(runs)
+        rows.append(row)
+    _print_runs(rows)
+
+
+def _print_runs(rows: Sequence[tuple[str, ...]]) -> None:
+    """A line for each run: on a terminal a long state, such as an error, is cut to the width."""
+    whole = table_width(_table_of(rows))
+    console = output(whole)
+    longest = max(cell_len(row[-1]) for row in rows)
+    room = max(_SHORTEST_STATE, longest - max(0, whole - console.width))
+    console.print(_table_of([(*row[:-1], _cut(row[-1], room)) for row in rows]))
+
+
+def _table_of(rows: Sequence[tuple[str, ...]]) -> Table:
+    runs = table("run", "started", "steps", "MFU or FLOP/s", "state")
+    runs.columns[-1].justify = "left"
+    for row in rows:
+        runs.add_row(*row)
+    return runs
+
+
+def _cut(text: str, width: int) -> str:
+    cut = Text(text)
+    cut.truncate(width, overflow="ellipsis")
+    return cut.plain
 
 
 def _state_of(run: LoadedRun, summary: RunSummary) -> dict[str, Any]:
@@ -133,6 +165,7 @@ def _state_of(run: LoadedRun, summary: RunSummary) -> dict[str, Any]:
         "median_hfu": summary.median_hfu,
         "median_tokens_per_second": summary.median_tokens_per_second,
         "method": summary.method,
+        "methods": summary.methods,
         **job_json(run.job),
     }
 

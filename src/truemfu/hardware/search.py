@@ -13,14 +13,15 @@ from ..errors import UsageError, closest
 from .detect import find_spec
 from .specs import DEVICES, DeviceSpec
 
+_LEAST_ALIKE = 0.8
+
 
 def search_devices(text: str) -> list[DeviceSpec]:
     """The rows whose names have every word of the text somewhere in them; a UsageError if there is none."""
     words = text.casefold().split()
     found = [spec for spec in DEVICES if all(word in _names(spec) for word in words)]
     if not found:
-        hint = closest(text.casefold(), (spec.key for spec in DEVICES))
-        raise UsageError(f"no device {text!r} in the table{hint}; `truemfu devices` lists them all")
+        raise UsageError(f"no device {text!r} in the table{_hint(text)}; `truemfu devices` lists them all")
     return found
 
 
@@ -41,6 +42,22 @@ def named_device(text: str) -> tuple[str, Sequence[str]]:
     keys = ", ".join(spec.key for spec in found[:12])
     more = f" and {len(found) - 12} more" if len(found) > 12 else ""
     raise UsageError(f"{text!r} could be several devices; give one of {keys}{more}")
+
+
+def _hint(text: str) -> str:
+    """`h100` for `H-100`, else a key, or the model number at its head, that is much like the text."""
+    plain = _plain(text)
+    same = [spec.key for spec in DEVICES if plain and plain in _plain(spec.key)]
+    if same:
+        meant = plain if plain in same[0] else same[0]
+        return f" (did you mean {meant!r}?)"
+    numbers = [spec.key.partition("-")[0] for spec in DEVICES]
+    known = [spec.key for spec in DEVICES] + [number for number in numbers if re.search(r"\d", number)]
+    return closest(text, known, _LEAST_ALIKE)
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", text.casefold())
 
 
 def _names(spec: DeviceSpec) -> str:

@@ -10,13 +10,15 @@ from typing import Any, TextIO
 import msgspec
 
 from ..errors import one_line
-from ..records import UPPER_BOUND, RankSummary, RunHardware, RunRecord, RunSummary
-from ..run_summary.texts import NO_RATE, RunResults, facts, figures
+from ..records import UPPER_BOUND, RankSummary, RunHardware, RunRecord, RunSummary, WaterfallPart
+from ..run_summary.texts import NO_RATE, RunResults, facts, figures, waterfall_basis
 from ..text import counted, duration, printable, share, size
 from ..waterfall import between_steps_notes
 from .config import MonitorConfig
 
+_PEAK = "where the peak went"
 _SMALLEST_SHARE_SHOWN = 0.005
+_ROUNDED_AWAY = 0.0005
 _RANKS_SHOWN = 16
 _STRAGGLERS_SHOWN = 5
 NO_COSTS = {
@@ -109,10 +111,7 @@ def lines_of(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     record = msgspec.structs.replace(msgspec.convert(summary, RunRecord), summary=found)
     run = RunResults(record=record, summary=found)
     lines = [line for line in facts(run) if line[0] in _FACTS]
-    for figure in figures(run):
-        lines.append((figure.label, figure.text))
-        if figure.label == "MFU, median":
-            lines += [(f"  {name}", share(mfu)) for name, mfu in found.median_mfu_by_model.items()]
+    lines += [(figure.label, figure.text) for figure in figures(run)]
     if found.method is not None:
         lines += [
             ("MFU unknown", f"{counted(steps, 'step')}: {reason}")
@@ -162,11 +161,11 @@ def _rank(rank: RankSummary) -> str:
         return rank.status or "unknown"
     texts = [rank.device if rank.device.startswith(rank.host) else f"{rank.host} {rank.device}"]
     if rank.steps:
-        texts.append(f"{rank.steps:,} steps of {duration(rank.step_time_s)}")
+        texts.append(f"{counted(rank.steps, 'step')} after warm-up, mean {duration(rank.step_time_s)}")
     else:
         texts.append("no step after warm-up")
     if rank.data_wait_s is not None:
-        texts.append(f"{duration(rank.data_wait_s)} of that waiting for data")
+        texts.append(f"{duration(rank.data_wait_s)} of it waiting for data")
     if rank.collective_s is not None:
         texts.append(f"{duration(rank.collective_s)} in collectives")
     if rank.clock_mhz is not None:
@@ -190,14 +189,19 @@ def _hardware(hardware: RunHardware | None, scope: str | None) -> list[tuple[str
         lines.append(("energy", f"{text} ({scope})"))
     fall = hardware.waterfall
     if fall is not None:
-        parts = [(part.share or 0.0, part.name) for part in fall.parts]
-        lines += [
-            ("where the peak went", f"{100 * of_peak:5.1f} %  {name}")
-            for of_peak, name in parts
-            if abs(of_peak) >= _SMALLEST_SHARE_SHOWN
-        ]
+        if hardware.windows is not None:
+            lines.append((_PEAK, waterfall_basis(hardware)))
+        lines += [(_PEAK, f"{100 * of_peak:5.1f} %  {name}") for of_peak, name in _shown_parts(fall.parts)]
         lines += [("note", text) for text in fall.notes]
     return lines + [("advice", text) for text in hardware.advice]
+
+
+def _shown_parts(parts: Sequence[WaterfallPart]) -> list[tuple[float, str]]:
+    """The larger parts, and the others in one, so that what is printed adds up to the peak."""
+    shares = [(part.share or 0.0, part.name) for part in parts]
+    small = [of_peak for of_peak, _ in shares[:-1] if abs(of_peak) < _SMALLEST_SHARE_SHOWN]
+    others = [(sum(small), "smaller parts together")] if abs(sum(small)) >= _ROUNDED_AWAY else []
+    return [one for one in shares[:-1] if abs(one[0]) >= _SMALLEST_SHARE_SHOWN] + others + shares[-1:]
 
 
 def _executed(hardware: RunHardware) -> str:

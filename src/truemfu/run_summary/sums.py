@@ -43,6 +43,11 @@ class Reservoir:
             if (index := int(self._draw.random() * self._seen)) < self._size:
                 self._sample[index] = value
 
+    @property
+    def seen(self) -> int:
+        """How many numbers were added."""
+        return self._seen
+
     def median(self) -> float:
         """The median of the stream; exact while the stream fits in the sample."""
         return statistics.median(self._sample)
@@ -114,13 +119,15 @@ class RunSums:
     def as_dict(self, last_pauses: Mapping[str, float] = NO_PAUSES) -> dict[str, Any]:
         """The fields of a `RunSummary`; None where a value is unknown. `last_pauses` came after all steps."""
         is_steady = STEP_TIME in self._values[False]
-        medians = {name: found.median() for name, found in self._values[not is_steady].items()}
+        values = self._values[not is_steady]
+        medians = {name: found.median() for name, found in values.items()}
         return {
             "steps": self.steps,
             "warmup_steps": self.warmup_steps,
             "observed_steps": self.observed_steps,
             "skipped_steps": self.skipped_steps,
             "medians_over": "steps after warm-up" if is_steady else "all steps (none after warm-up)",
+            "median_steps": {name: values[name].seen for name in MEDIANS if name in values},
             **{f"median_{name}": medians.get(name) for name in MEDIANS},
             "median_mfu_by_model": {
                 name.removeprefix("mfu/"): mfu for name, mfu in medians.items() if name.startswith("mfu/")

@@ -71,7 +71,7 @@ def facts(run: RunResults) -> list[tuple[str, str]]:
     record, cost = run.record, run.summary.monitor_cost
     versions = {"truemfu": record.truemfu_version, **record.versions, "Python": record.python}
     return [
-        *_trained(record),
+        *_trained(record, run.summary),
         ("device", record.device or UNKNOWN),
         ("peak", peak_text(run)),
         ("FLOPs by", _method(run)),
@@ -104,11 +104,13 @@ def _totals(summary: RunSummary) -> list[tuple[str, str]]:
     return [("total", ", ".join(known) + more)] if known else []
 
 
-def _trained(record: RunRecord) -> list[tuple[str, str]]:
-    """The model and its batches, where the record has them."""
+def _trained(record: RunRecord, summary: RunSummary) -> list[tuple[str, str]]:
+    """The model and its batches, where the record has them; several models by the names in the rows."""
     model, lines = record.model, []
     if model is not None and model.parameters is not None:
-        text = f"{model.name}, {model.parameters:,} parameters"
+        names = ", ".join(summary.median_mfu_by_model)
+        text = f"{names} ({model.name})" if names and names != model.name else str(model.name)
+        text += f", {model.parameters:,} parameters"
         if model.trainable_parameters not in (None, model.parameters):
             text += f", {model.trainable_parameters:,} of them trained"
         lines.append(("model", text))
@@ -132,7 +134,7 @@ def figures(run: RunResults) -> list[Figure]:
 
 def _figures(run: RunResults) -> list[Figure]:
     summary, why_not, scope = run.summary, why_no_utilization(run), run.record.scope or ""
-    executed_by = f"by {summary.hfu_method}" if summary.hfu_method else _basis(summary)
+    executed_by = f"by {summary.hfu_method}{_measured_in(summary)}" if summary.hfu_method else _basis(summary)
     why_no_hfu = why_not if summary.median_mfu is None else "the executed FLOPs are not known"
     rate, samples = summary.median_tokens_per_second, summary.median_samples_per_second
     waited_of = "of rank 0's time" if summary.ranks else "of the time"
@@ -142,9 +144,18 @@ def _figures(run: RunResults) -> list[Figure]:
     return [
         _figure("step, median", duration, summary.median_step_time_s, summary.medians_over, _NOT_TIMED),
         _figure("MFU, median", share, summary.median_mfu, _mfu_remark(summary), why_not),
+        *[
+            Figure(label=f"MFU of {name}, median", value=share(mfu), remark="its part of the MFU", number=mfu)
+            for name, mfu in summary.median_mfu_by_model.items()
+            if mfu is not None
+        ],
         *_estimate(summary),
         _figure(
-            "model FLOP/s, median", _tflop_rate, summary.median_tflops_per_gpu, _RATE_REMARK, why_no_rate
+            "model FLOP/s, median",
+            _tflop_rate,
+            summary.median_tflops_per_gpu,
+            _rate_remark(summary),
+            why_no_rate,
         ),
         _figure("HFU, median", share, summary.median_hfu, f"the executed work, {executed_by}", why_no_hfu),
         _figure("tokens/s", number, rate, scope, _NO_TOKENS),
@@ -237,6 +248,14 @@ def hardware_figures(hardware: RunHardware, scope: str | None) -> list[Figure]:
     ]
 
 
+def waterfall_basis(hardware: RunHardware) -> str:
+    """What the parts of a waterfall are of, as opposed to the medians of the run."""
+    return (
+        f"the parts are means over what the counters measured ({', '.join(_covered(hardware))}); MFU is the "
+        "median of all steps, so the model's share differs from it"
+    )
+
+
 def why_no_waterfall(run: RunResults) -> str:
     """The line in place of a waterfall: why there is none, and how to get one."""
     record, needs = run.record, "an NVIDIA GPU with GPM counters (Hopper or newer)"
@@ -286,20 +305,18 @@ def peak_text(run: RunResults) -> str:
 def _method(run: RunResults) -> str:
     if run.summary.method is None:
         return f"{UNKNOWN}: {NO_ROWS if run.is_empty else _NO_MODEL}"
-    methods = _methods(run.summary)
-    words = [
-        ", ".join(f"{method} ({counted(steps, 'step')})" for method, steps in methods.items())
-        if len(methods) > 1
-        else run.summary.method,
-        "a multiply-add is 2 FLOPs",
-    ]
+    words = [methods_text(run.summary), "a multiply-add is 2 FLOPs"]
     attention = {"full": "all pairs", "causal": "the pairs the mask allows"}
     if pairs := attention.get(str(run.record.convention.get("attention"))):
         words.append(f"attention counts {pairs}")
     return "; ".join(words)
 
 
+_COUNTED = "by the count"
 _NOT_COUNTED = {"estimate": "estimated from its structure", "given by the caller": "as given by the caller"}
+
+
+PARTLY_ESTIMATED = " (partly estimated)"
 
 
 def mfu_text(summary: RunSummary) -> str:
@@ -316,7 +333,7 @@ def estimate_mark(summary: RunSummary) -> str:
     """A mark behind a figure that is not wholly a count; empty for a count."""
     if "estimate" not in _methods(summary):
         return ""
-    return " (estimated)" if len(_methods(summary)) == 1 else " (partly estimated)"
+    return " (estimated)" if len(_methods(summary)) == 1 else PARTLY_ESTIMATED
 
 
 def _methods(summary: RunSummary) -> dict[str, int]:
@@ -324,17 +341,37 @@ def _methods(summary: RunSummary) -> dict[str, int]:
     return summary.methods or ({} if summary.method is None else {summary.method: summary.steps or 0})
 
 
+def methods_text(summary: RunSummary) -> str:
+    """How the FLOPs of steps were found; of several methods with the steps of each. Empty if unknown."""
+    methods = _methods(summary)
+    if len(methods) < 2:
+        return "".join(methods)
+    return ", ".join(f"{method} ({counted(steps, 'step')})" for method, steps in methods.items())
+
+
 def _basis(summary: RunSummary) -> str:
     """How the FLOPs of a step were found, in words."""
     methods = _methods(summary)
     if len(methods) < 2:
-        return "".join(_NOT_COUNTED.get(method, "by the count") for method in methods) or "by the count"
+        return "".join(_NOT_COUNTED.get(method, _COUNTED) for method in methods) or _COUNTED
     words = [
         f"{text} in {methods[method]:,} of {sum(methods.values()):,} steps"
         for method, text in _NOT_COUNTED.items()
         if method in methods
     ]
-    return ", ".join([*words, "else by the count"]) if words else "by the count"
+    return ", ".join([*words, f"else {_COUNTED}"]) if words else _COUNTED
+
+
+def _rate_remark(summary: RunSummary) -> str:
+    """What the model FLOP/s cover, and their basis if that is not a count alone."""
+    basis = _basis(summary)
+    return _RATE_REMARK if basis == _COUNTED else f"{_RATE_REMARK}; the model's work, {basis}"
+
+
+def _measured_in(summary: RunSummary) -> str:
+    """In how many of the steps a measured HFU is known, if not in all."""
+    of, steps = summary.median_steps.get("hfu"), summary.median_steps.get("step_time_s")
+    return "" if of is None or steps is None or of >= steps else f", measured in {of:,} of {steps:,} steps"
 
 
 def _mfu_remark(summary: RunSummary) -> str:
@@ -407,10 +444,15 @@ def _cost_once(cost: MonitorCost) -> str:
 
 
 def _windows(hardware: RunHardware) -> str:
-    counted = ((hardware.windows, "windows"), (hardware.steps, "steps"))
-    words = [f"{count:,} {what}" for count, what in counted if count is not None]
-    words += [] if hardware.seconds is None else [f"{hardware.seconds:,.0f} s"]
+    words = _covered(hardware)
     return f"over {', '.join(words)}" if words else ""
+
+
+def _covered(hardware: RunHardware) -> list[str]:
+    """How many windows, steps and seconds the counters measured, where that is known."""
+    amounts = ((hardware.windows, "window"), (hardware.steps, "step"))
+    words = [counted(amount, what) for amount, what in amounts if amount is not None]
+    return words if hardware.seconds is None else [*words, f"{hardware.seconds:,.0f} s"]
 
 
 def _clock_remark(hardware: RunHardware) -> str:

@@ -71,6 +71,7 @@ class SweepConfig(
 
 
 TEST_CONFIG = SweepConfig(
+    trainers=list(TRAINERS),
     batch_sizes=[2],
     seq_lengths=[32],
     models=["tiny"],

@@ -292,6 +292,12 @@ def test_an_estimated_mfu_is_marked(
     out = " ".join(truemfu("compare", str(base), str(other)).out.split())
     assert f"{other}: its MFU is {mark}, not counted" in out
     assert f"{base}: its MFU" not in out
+    cells = re.search(r"MFU, median +\S+ % +(\S+ % \(.*?\))", out)
+    assert cells is not None
+    assert cells[1].endswith(f" % ({mark})")
+    page = tmp_path / "comparison.html"
+    truemfu("compare", str(base), str(other), "-o", str(page))
+    assert re.search(rf"<td>[0-9.]+ %</td><td>[0-9.]+ % \({mark}\)</td>", page.read_text("utf-8"))
 
 
 @pytest.mark.parametrize("value", ["-1", "nan", "inf", "much"])

@@ -75,10 +75,19 @@ def test_of_two_rows_of_a_step_the_last_counts(run_folder: Path) -> None:
     assert [row.global_step for row in run.rows] == list(range(1, 22))
     assert run.rows[2].loss == 77.0
     assert run.notes == (
-        "1 step was logged twice, and the last row counts: the run was restarted, or two runs share this "
-        "folder.",
+        "1 row was replaced by a later row of the same step: the run was restarted, or several runs share "
+        "this folder.",
         "The log has 21 steps, and the summary covers the 20 since the last start.",
     )
+
+
+def test_each_replaced_row_counts(run_folder: Path) -> None:
+    """Three runs of 20 steps in one folder."""
+    path = run_folder / "training_log.json"
+    path.write_text(json.dumps(3 * json.loads(path.read_text())))
+    run = load_run(run_folder)
+    assert len(run.rows) == 20
+    assert run.notes[0].startswith("40 rows were replaced by a later row of the same step")
 
 
 def test_a_run_that_has_not_ended_says_so(run_folder: Path, change_run) -> None:

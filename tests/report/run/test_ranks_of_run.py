@@ -31,7 +31,13 @@ def test_a_device_is_one_line_though_its_rank_changes() -> None:
     ((_, a),) = rank_lines([rows[0], rows[2]])
     ((rank, b),) = rank_lines([rows[1], rows[3]])
     assert rank == 0
-    assert (a.device, a.ranks, a.attempts, a.steps, a.median_step_s) == ("GPU-a", "0, 1", 2, 40, 0.9)
+    assert (a.device, a.ranks, a.attempts, a.steps, a.mean_step_s) == (
+        "GPU-a",
+        "0, 1",
+        2,
+        40,
+        pytest.approx((10 * 0.5 + 30 * 0.9) / 40),
+    )
     assert a.last_seen == "1970-01-01 00:00:50 UTC, no last row"
     assert (b.device, b.ranks, b.data_wait_s, b.memory_bytes) == ("GPU-b", "1, 0", pytest.approx(0.1), 2**31)
     assert b.last_seen == "1970-01-01 00:00:50 UTC"

@@ -184,7 +184,7 @@ def test_melted_parts_and_a_driver_clock_in_a_row_have_their_names(
     without_summary(run_folder, change_run, {9: losses | clock})
     page = page_of(run_folder)
     for name in (
-        "clock above the datasheet&#39;s, a gain",
+        "gain from a clock above the datasheet&#39;s",
         "GPU idle or busy without tensor work",
         "brand new",
         "the model&#39;s FLOPs, padding tokens included",
@@ -297,7 +297,7 @@ def test_warnings_losses_and_notes_are_listed_and_cannot_break_the_page(
     change_run(lambda run: run["summary"].update(said))
     page = page_of(run_folder)
     assert "<script" not in page
-    for text in ("<li>&lt;script&gt;alert(1)", "<li>3 rows of tracker wandb</li>", "<li>a note</li>"):
+    for text in ("<li>&lt;script&gt;alert(1)", "<li>3 rows of tracker wandb</li>", "<li>A note.</li>"):
         assert text in page
 
 

@@ -27,6 +27,7 @@ def test_every_experiment_and_every_figure_is_there(page: str, matrix: list[Case
     assert "2026-09-21" in page
     for heading in ("Experiments", "Trainers", "Against StandardTrainer", "Largest batch"):
         assert f"<h2>{heading}</h2>" in page
+    assert "To see where the peak went in a training, start it with <code>truemfu run</code>" in page
 
 
 def test_a_failure_has_its_reason_and_its_log(page: str) -> None:

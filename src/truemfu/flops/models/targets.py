@@ -33,7 +33,7 @@ from .example_batch import example_batch
 from .hf_config import BuildOptions, model_from_config, read_config
 from .hub_cache import cached_config, may_be_on_the_hub, not_cached
 from .lora import add_lora
-from .model_view import BatchRequest
+from .model_view import BatchRequest, ModelView
 
 DTYPES: Mapping[str, torch.dtype] = {
     "fp64": torch.float64,
@@ -169,6 +169,19 @@ def _exists(text: str) -> bool:
 
 def count_target(target: Target, *, convention: Convention, backward: bool) -> FlopCount:
     """Count a target. A model that cannot run without values is rebuilt with them if it is small enough."""
+    try:
+        return _counted(target, convention=convention, backward=backward)
+    except (BatchError, ModelError) as error:
+        limit = ModelView(target.model).max_length
+        if target.brought_batch or limit is None or (target.length or 0) <= limit:
+            raise
+        raise BatchError(
+            f"{target.length:,} tokens per sample are too many: {type(target.model).__name__} has {limit:,} "
+            "positions"
+        ) from error
+
+
+def _counted(target: Target, *, convention: Convention, backward: bool) -> FlopCount:
     try:
         known = count_by_short_sequences(target.model, target.batch, convention=convention, backward=backward)
         if known is not None:

@@ -288,8 +288,9 @@ def _fall(
 
 
 _UPPER_BOUND_NOTE = (
-    "executed FLOPs are an upper bound without an audit (hybrid_mode.audit), and so are the FLOPs executed "
-    "beyond the count"
+    "executed FLOPs are an upper bound without an audit, and so are the FLOPs executed beyond the count; for "
+    "an audit, type `truemfu audit --json -- python train.py > audit.json`, with a TrainingMonitor in "
+    "train.py, and set hybrid_mode.audit to that file (docs/hardware.md)"
 )
 
 

@@ -20,6 +20,7 @@ from typing import Literal
 import msgspec
 
 from ...errors import UsageError
+from ...run_summary.texts import PARTLY_ESTIMATED
 from .intervals import FEWEST_STEPS, Estimate, mean_of, median_of, ratio_of, shows_run_to_run
 from .load import (
     MeasuredRun,
@@ -53,6 +54,9 @@ class ComparedFigure(msgspec.Struct, frozen=True, kw_only=True):
     low: float | None = None
     """The confidence interval; None where there is none, as of a peak."""
     high: float | None = None
+    mark_a: str = ""
+    """Behind the figure of A, if it is an MFU of which steps are estimated."""
+    mark_b: str = ""
 
 
 class Pair(msgspec.Struct, frozen=True, kw_only=True):
@@ -228,7 +232,9 @@ class _Judge:
             or self._estimated("samples_per_s", sides, lambda series: series.samples_per_s),
         ]
         if all(have_same_peak(own[0], measured) for measured in (*own, *others)):
-            figures.append(self._estimated("mfu", sides, lambda series: series.mfu))
+            mfu = self._estimated("mfu", sides, lambda series: series.mfu)
+            marks = {"mark_a": _mark(own), "mark_b": _mark(others)}
+            figures.append(None if mfu is None else msgspec.structs.replace(mfu, **marks))
         figures.append(_memory(sides))
         return Pair(
             name=name,
@@ -264,6 +270,12 @@ class _Judge:
         return ComparedFigure(
             name=name, a=a, b=a * ratio.value, ratio=ratio.value, low=ratio.low, high=ratio.high
         )
+
+
+def _mark(runs: Sequence[MeasuredRun]) -> str:
+    """The mark of an MFU over several runs."""
+    marks = {measured.mfu_mark for measured in runs}
+    return marks.pop() if len(marks) == 1 else PARTLY_ESTIMATED
 
 
 def _memory(sides: tuple[list[StepSeries], list[StepSeries]]) -> ComparedFigure | None:

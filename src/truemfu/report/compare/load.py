@@ -37,6 +37,8 @@ class MeasuredRun:
     versions: Mapping[str, str] = field(default_factory=dict)
     """What may differ, and is stated then."""
     peak_source: str | None = None
+    mfu_mark: str = ""
+    """Behind an MFU of which steps are estimated."""
     is_on_cpu: bool = False
     files: tuple[Path, ...] = ()
     """Of a run: where it was read from."""
@@ -93,7 +95,8 @@ def _run(folder: Path) -> MeasuredRun:
     record, series = run.record, series_of(run.rows)
     summary = None if record is None else record.summary
     notes = list(run.notes)
-    if summary is not None and (mark := estimate_mark(summary)):
+    mark = "" if summary is None else estimate_mark(summary)
+    if mark:
         notes.append(f"its MFU is {mark.strip(' ()')}, not counted")
     return MeasuredRun(
         where=str(folder),
@@ -101,6 +104,7 @@ def _run(folder: Path) -> MeasuredRun:
         facts={} if record is None else _facts_of_run(record, series),
         versions={} if record is None else {**record.versions, "Python": record.python or "unknown"},
         peak_source=None if summary is None else summary.peak_source,
+        mfu_mark=mark,
         is_on_cpu=record is not None and record.device == "cpu",
         files=tuple(run.files),
         notes=tuple(f"{folder}: {note}" for note in notes),

@@ -101,8 +101,8 @@ def tables_of(comparison: Comparison) -> list[Table]:
                 pair.figures,
                 [
                     words("figure", figure_name),
-                    digits("A", lambda figure: _text(figure, figure.a)),
-                    digits("B", lambda figure: _text(figure, figure.b)),
+                    digits("A", lambda figure: _text(figure, figure.a) + figure.mark_a),
+                    digits("B", lambda figure: _text(figure, figure.b) + figure.mark_b),
                     digits("B / A", lambda figure: f"{figure.ratio:.3f}"),
                     words("95 % interval", _interval),
                 ],

@@ -138,10 +138,10 @@ def _log(path: Path, record: RunRecord | None, *, notes: list[str]) -> ReadLog:
             f"The log {path.name} {what}: {log.read:,} rows were read, {log.unread:,} could not be read."
         )
     if log.repeated:
-        what = "1 step was" if log.repeated == 1 else f"{log.repeated:,} steps were"
+        what = "1 row was" if log.repeated == 1 else f"{log.repeated:,} rows were"
         notes.append(
-            f"{what} logged twice, and the last row counts: the run was restarted, or two runs share this "
-            "folder."
+            f"{what} replaced by a later row of the same step: the run was restarted, or several runs share "
+            "this folder."
         )
     return log
 

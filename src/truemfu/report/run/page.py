@@ -20,7 +20,7 @@ from ...run_summary.texts import (
     started,
     why_no_waterfall,
 )
-from ...text import duration, size
+from ...text import duration, sentence, size
 from ..drawing.html import write_template
 from ..drawing.line_chart import Chart, Series, line_chart, thinning
 from ..drawing.tables import Table, digits, measures, table_of, words
@@ -72,7 +72,7 @@ def write_run_page(path: Path, run: LoadedRun, price_per_gpu_hour: float | None 
         remarks=[
             ("Warnings", summary.warnings),
             ("Lost", summary.lost),
-            ("Notes", [*_non_finite(run.rows), *summary.notes]),
+            ("Notes", [*_non_finite(run.rows), *map(sentence, summary.notes)]),
         ],
         nothing_to_remark=(
             "Nothing was lost, and there were no warnings."
@@ -213,7 +213,7 @@ def _ranks_table(lines: Sequence[RankLine]) -> Table:
             words("device", lambda line: line.device),
             digits("attempts", lambda line: f"{line.attempts:,}"),
             digits("steps", lambda line: f"{line.steps:,}"),
-            measures("median step", duration, lambda line: line.median_step_s),
+            measures("mean step", duration, lambda line: line.mean_step_s),
             measures("data wait a step", duration, lambda line: line.data_wait_s),
             measures("memory", size, lambda line: line.memory_bytes),
             words("last seen", lambda line: line.last_seen),

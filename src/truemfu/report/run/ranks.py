@@ -1,6 +1,6 @@
 """The ranks of a job, from the rows that every rank left in the run's folder.
 
-    ranks/*.jsonl ─► a line for each device: host, steps, median step, data wait, memory, last seen
+    ranks/*.jsonl ─► a line for each device: host, steps, mean step, data wait, memory, last seen
 
 However many files are there are read, one after the other: those of one machine, or of all. A device is one
 line whatever rank numbers it had; a rank that shares its device with another has a line of its own.
@@ -29,7 +29,8 @@ class RankLine:
     device: str
     attempts: int
     steps: int
-    median_step_s: float | None
+    mean_step_s: float | None
+    """A row of a rank has the mean of its window, so there is no median of single steps."""
     data_wait_s: float | None
     """A step's."""
     memory_bytes: int | None
@@ -82,7 +83,9 @@ def _is_shared(rows: Sequence[RankRow]) -> bool:
 
 
 def _line(rows: Sequence[RankRow]) -> RankLine:
-    last, timed = rows[-1], [row for row in rows if row.step_time_s is not None and row.steps]
+    last = rows[-1]
+    timed = [(row.steps, row.step_time_s) for row in rows if row.step_time_s is not None and row.steps]
+    timed_steps = sum(number for number, _ in timed)
     steps = sum(row.steps for row in rows)
     waits = [row.steps * row.data_wait_s for row in rows if row.data_wait_s is not None]
     return RankLine(
@@ -91,20 +94,9 @@ def _line(rows: Sequence[RankRow]) -> RankLine:
         device=last.device.removeprefix(f"{last.host}:"),
         attempts=sum(row.number == 1 for row in rows) or 1,
         steps=steps,
-        median_step_s=_median(timed) if timed else None,
+        mean_step_s=sum(number * mean for number, mean in timed) / timed_steps if timed else None,
         data_wait_s=sum(waits) / steps if waits and steps else None,
         memory_bytes=max((row.memory_bytes for row in rows if row.memory_bytes is not None), default=None),
         last_seen=f"{datetime.fromtimestamp(last.at_s, timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
         + ("" if last.is_last else ", no last row"),
     )
-
-
-def _median(rows: Sequence[RankRow]) -> float:
-    """The median step time: each window counts as often as it has steps."""
-    by_time = sorted((row.step_time_s or 0.0, row.steps) for row in rows)
-    half, seen = sum(steps for _, steps in by_time) / 2, 0
-    for step_time_s, steps in by_time:
-        seen += steps
-        if seen >= half:
-            return step_time_s
-    raise AssertionError("no rows")

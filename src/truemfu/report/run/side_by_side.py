@@ -14,6 +14,7 @@ from ...run_summary.texts import (
     Figure,
     RunResults,
     cost,
+    estimate_mark,
     facts,
     figures,
     hfu_text,
@@ -121,10 +122,15 @@ def _figures_table(shown: Sequence[_Shown], price: float | None) -> Table:
         found = [*figures(one.results), memory(one.results)]
         found += [] if price is None else [cost(one.results, price)]
         each.append({figure.label: figure for figure in found})
-        of_counts = {"MFU, median": mfu_text, "HFU, median": hfu_text}
+        summary, rate = one.results.summary, each[-1]["model FLOP/s, median"].value
+        of_counts = {
+            "MFU, median": mfu_text(summary),
+            "HFU, median": hfu_text(summary),
+            "model FLOP/s, median": rate + estimate_mark(summary),
+        }
         for label, text in of_counts.items():
             if each[-1][label].is_known:
-                each[-1][label] = replace(each[-1][label], value=text(one.results.summary))
+                each[-1][label] = replace(each[-1][label], value=text)
     labels = list(dict.fromkeys(label for found in each for label in found))
     table = _by_run(
         "Figures",
@@ -228,7 +234,9 @@ def _chart(title: str, values: StepValues, members: Sequence[_Shown]) -> Chart |
     series = []
     for one in members:
         own = dict(zip(one.run.rows.steps, scaled(one.run.rows, name, values.times), strict=True))
-        series.append(Series(name=one.name, values=[own.get(step, math.nan) for step in steps], key=one.key))
+        mark = estimate_mark(one.results.summary) if name == "mfu" else ""
+        shown_as = one.name + mark
+        series.append(Series(name=shown_as, values=[own.get(step, math.nan) for step in steps], key=one.key))
     return line_chart(
         title.replace("MFU and HFU", "MFU"),
         steps,

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ...records import RunHardware, WaterfallPart, WaterfallRecord
+from ...run_summary.texts import waterfall_basis
+from ...text import sentence
 from ..drawing.tables import Cell, Column, Table, plain
 
 _SUM_TOLERANCE = 0.01
@@ -31,6 +33,8 @@ class WaterfallView:
     bars: Sequence[WaterfallBar]
     table: Table
     advice: Sequence[str]
+    basis: str
+    """What the parts are of; empty for those of a row, whose page says that it has the last window."""
     sentences: Sequence[str]
 
 
@@ -43,7 +47,8 @@ def view_of(hardware: RunHardware | None) -> WaterfallView | None:
         bars=bars_of("the peak", fall.parts, hardware.limiter),
         table=_table(fall, hardware.limiter),
         advice=hardware.advice,
-        sentences=[*_reading(fall.parts), *fall.notes],
+        basis="" if hardware.windows is None else sentence(waterfall_basis(hardware)),
+        sentences=[*_reading(fall.parts), *map(sentence, fall.notes)],
     )
 
 
