@@ -24,6 +24,7 @@ from ..errors import ModelError, one_line
 from ..flops import unwrap
 from ..private.batches import samples_of
 from ..private.check import dropouts_of, gradient_error
+from ..torch_private.watching import version_of
 from .find_models import models_with, parameters_of
 
 FIRST_CHECK, CHECK_EVERY = 2, 500
@@ -232,7 +233,7 @@ def _is_computed_from(one: Tensor, other: Tensor) -> bool:
 
 def _versions(inputs: Any) -> list[int]:
     """Of all tensors, how often each was written in place."""
-    return [tensor._version for part in inputs for tensor in _tensors(part) if not tensor.is_inference()]
+    return [version_of(tensor) for part in inputs for tensor in _tensors(part) if not tensor.is_inference()]
 
 
 @contextmanager
