@@ -73,6 +73,9 @@ class _Rows:
         self._in_hand = 0
 
     def give_up(self) -> None:
+        if not self._in_hand:  # between two calls of the tracker: it will not write what it has
+            self._taken -= self.unflushed
+            self.unflushed = 0
         self.is_over = True
         self._waiting.clear()
 
