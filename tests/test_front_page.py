@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from benchmarks import readme_figures as figures
 from benchmarks import readme_pictures as pictures
+from benchmarks import sweep_table
 
 from truemfu.cli import cli
 
@@ -61,6 +62,23 @@ def test_the_heat_map_has_every_experiment_of_the_sweep() -> None:
     assert sum(len(found) for found in cells.values()) == len(
         list((ROOT / "benchmarks/results/sweep_h200/results").glob("*.json"))
     )
+
+
+def test_the_page_of_the_sweep_has_the_figures_that_its_script_prints() -> None:
+    page = " ".join(read("docs/sweep.md").split())
+    assert [row for row in sweep_table.table() if row not in read("docs/sweep.md")] == []
+    (least, most), named = sweep_table.compared()[:2], " ".join(sweep_table.compared())
+    extremes = [re.search(r": ([\d.]+), (.+) at (.+)", line) for line in (least, most)]
+    ratios = [f"{float(found[1]):.2f}" for found in extremes if found is not None]
+    assert f"{ratios[0]} to {ratios[1]} times as long as it at equal points" in page
+    for found in extremes:
+        assert found is not None
+        assert f"{found[2]} at {found[3]}" in page
+    shown = re.findall(
+        r"([\d.]+ to [\d.]+) for (book-keeping|DP-SGD|ghost clipping|fast gradient clipping)", page
+    )
+    assert len(shown) == 4
+    assert all(re.search(rf"{name}: [^:]+: [^:]+: executed work {work}", named) for work, name in shown)
 
 
 def drawn_points(name: str) -> list[float]:

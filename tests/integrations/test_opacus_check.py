@@ -45,8 +45,8 @@ def checked(
 def test_right_sums_pass(monitor: Any, how: str, reduction: str) -> None:
     torch.manual_seed(0)
     check = checked(monitor, SCRIPT.Model(), how, reduction)
-    (error,) = check.errors
-    assert 0 < error < 1e-4
+    assert check.checked == 1
+    assert 0 < check.largest_error < 1e-4
     assert "in 1 of 3 steps" in check.result()
 
 
@@ -54,7 +54,7 @@ def test_right_sums_pass(monitor: Any, how: str, reduction: str) -> None:
 def test_a_model_that_mixes_samples_is_found(monitor: Any, how: str) -> None:
     with pytest.warns(TruemfuWarning, match="private gradient of step 2 is wrong: it differs from a loop"):
         check = checked(monitor, SCRIPT.Model(mixing=True), how)
-    assert check.errors[0] > 0.01
+    assert check.largest_error > 0.01
 
 
 def test_a_wrong_norm_is_found(monitor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +69,7 @@ def test_a_wrong_norm_is_found(monitor: Any, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(DPOptimizer, "clip_and_accumulate", too_large)
     with pytest.warns(TruemfuWarning, match="private gradient of step 2 is wrong"):
-        assert checked(monitor, SCRIPT.Model()).errors[0] > 0.1
+        assert checked(monitor, SCRIPT.Model()).largest_error > 0.1
 
 
 class WithLoss(nn.Module):
@@ -92,7 +92,7 @@ def test_a_loss_that_the_model_returns_is_the_samples_own(monitor: Any) -> None:
         optimizer.zero_grad()
         wrapped(x, labels=y)["loss"].backward()
         optimizer.step()
-    assert 0 < check.errors[0] < 1e-4
+    assert 0 < check.largest_error < 1e-4
 
 
 class WithHidden(nn.Module):
@@ -121,12 +121,12 @@ def test_an_output_behind_another_is_no_false_alarm(monitor: Any, uses_both: boo
             optimizer.step()
     texts = [str(one.message) for one in warned if one.category is TruemfuWarning]
     if uses_both:
-        assert not check.errors
+        assert not check.checked
         assert any(
-            "step 2 was not checked: an output of its model is computed from another" in t for t in texts
+            "gradient was not checked: an output of its model is computed from another" in t for t in texts
         )
     else:
-        assert check.errors[0] < 1e-4
+        assert 0 < check.largest_error < 1e-4
         assert not texts
 
 
@@ -142,7 +142,7 @@ def test_a_step_under_autocast_is_compared_under_it(monitor: Any) -> None:
                 loss = loss_of(wrapped(x).float(), y)
             loss.backward()
             optimizer.step()
-    assert len(check.errors) == 1
+    assert check.checked == 1
 
 
 class RefusesOne(SCRIPT.Model):  # type: ignore[misc, name-defined]
@@ -155,7 +155,7 @@ class RefusesOne(SCRIPT.Model):  # type: ignore[misc, name-defined]
 
 
 def test_an_error_of_the_model_in_the_check_ends_nothing(monitor: Any) -> None:
-    with pytest.warns(TruemfuWarning, match="step 2 was not checked: RuntimeError: a batch of one"):
+    with pytest.warns(TruemfuWarning, match="gradient was not checked: RuntimeError: a batch of one"):
         check = checked(monitor, RefusesOne())
     assert "no private gradient was checked in 3 steps" in check.result()
 
@@ -168,9 +168,9 @@ def test_an_error_of_the_model_in_the_check_ends_nothing(monitor: Any) -> None:
     ],
 )
 def test_what_cannot_be_compared_is_said(monitor: Any, model: Any, passes: int, why: str) -> None:
-    with pytest.warns(TruemfuWarning, match=f"step 2 was not checked: its model .*{why}|{why}"):
+    with pytest.warns(TruemfuWarning, match=f"gradient was not checked: its model .*{why}|{why}"):
         check = checked(monitor, model(), passes=passes)
-    assert not check.errors
+    assert not check.checked
     assert check.result() == "no private gradient was checked in 3 steps with Opacus"
 
 

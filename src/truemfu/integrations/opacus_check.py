@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +24,7 @@ from ..errors import ModelError, one_line
 from ..flops import unwrap
 from ..private.batches import samples_of
 from ..private.check import dropouts_of, gradient_error
+from ..private.optimizer import Monitor as StepMonitor
 from ..torch_private.watching import version_of
 from .find_models import models_with, parameters_of
 
@@ -37,14 +38,8 @@ _CLIP_WHOLE_SAMPLES = (
 _TF32_EPSILON = 2.0**-10
 
 
-class Monitor(Protocol):
+class Monitor(StepMonitor, Protocol):
     """What the check needs of a `TrainingMonitor`."""
-
-    def pause(self, kind: str = ...) -> AbstractContextManager[None]:
-        """Exclude what runs inside from the step."""
-
-    def add_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Log these with the next step."""
 
     def notice(self, text: str) -> None:
         """Warn once, and repeat it in the summary."""
@@ -57,7 +52,8 @@ class OpacusCheck:
         self._optimizer: Any = None
         self._steps = 0
         self._pass: _ForwardPass | None = None
-        self.errors: list[float] = []
+        self.checked, self.largest_error = 0, 0.0
+        self._was_wrong = False
 
     def update_begins(self, optimizer: torch.optim.Optimizer, monitor: Monitor) -> None:
         """The optimizer inside that of Opacus is about to update its parameters."""
@@ -78,26 +74,29 @@ class OpacusCheck:
             if self._steps + 1 == FIRST_CHECK or (self._steps + 1) % CHECK_EVERY == 0:
                 self._pass = _ForwardPass(_private_model(parameters))
         except Exception as unknown:  # a model may refuse to run alone, or Opacus may be used in another way
-            monitor.notice(f"the private gradient of step {self._steps} was not checked: {one_line(unknown)}")
+            monitor.notice(f"the private gradient was not checked: {one_line(unknown)}")
 
     def result(self) -> str:
         """One line about all checks."""
         if self._optimizer is None:
             return "no optimizer of Opacus made a step: no private gradient was checked"
-        if not self.errors:
+        if not self.checked:
             return f"no private gradient was checked in {self._steps} steps with Opacus"
         return (
-            f"private gradients were checked in {len(self.errors)} of {self._steps} steps of the first "
-            f"optimizer of Opacus: they differ from a loop over the samples by {max(self.errors):.1e} at most"
+            f"private gradients were checked in {self.checked} of {self._steps} steps of the first "
+            f"optimizer of Opacus: they differ from a loop over the samples by {self.largest_error:.1e} at "
+            "most"
         )
 
     def _check(self, recorded: _ForwardPass, parameters: list[Tensor], monitor: Monitor) -> None:
         error, limit = recorded.error(_private_optimizer(self._optimizer), parameters)
         if error > limit and recorded.doubt is not None:
             raise ModelError(recorded.doubt)
-        self.errors.append(error)
+        is_first_wrong = error > limit and not self._was_wrong
+        self._was_wrong |= error > limit
+        self.checked, self.largest_error = self.checked + 1, max(self.largest_error, error)
         monitor.add_metrics({"privacy/gradient_error": error})
-        if error > limit:
+        if is_first_wrong:
             monitor.notice(
                 f"the private gradient of step {self._steps} is wrong: it differs from a loop over the "
                 f"samples by {error:.1e} (limit {limit:.1e}); a layer may mix samples or see them in another "

@@ -10,8 +10,7 @@ from watched_training import PADDING_LOST, PEAK_TFLOPS, RUN_STEPS
 
 from truemfu.errors import UsageError
 from truemfu.report.run.load import load_run
-from truemfu.report.run.log_rows import peak_flops_per_s
-from truemfu.report.run.log_summary import summary_of_log
+from truemfu.report.run.log_summary import peak_flops_per_s, summary_of_log
 
 
 def test_what_a_monitor_wrote_is_read_whole(monitored_folder: Path) -> None:

@@ -110,7 +110,7 @@ def _process_began_at_s() -> float | None:
         fields = (
             Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         )
-        ticks = int(fields[19])  # the 22nd field: after the boot, the two before ")" are cut off
+        ticks = int(fields[19])  # of all fields the 22nd, in clock ticks since the boot; two are cut off
         age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError, AttributeError):
         return None

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from ..run.log_rows import LogRows, peak_flops_per_s
+from ..run.log_rows import LogRows
+from ..run.log_summary import peak_flops_per_s
 
 
 @dataclass(frozen=True, kw_only=True)

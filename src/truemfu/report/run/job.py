@@ -10,27 +10,22 @@ held for certain if both were in one allocation of a scheduler; else there are f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from itertools import pairwise
 from math import isnan
 
 from ...records import RunStart
-from .log_rows import LogRows
+from .log_rows import PAUSES, LogRows
 
-_PAUSES = {
-    "evaluation": "evaluation_s",
-    "checkpoints": "checkpoint_s",
-    "generation": "generation_s",
-    "other pauses": "other_pause_s",
-}
 COUNTED = "steps that counted"
 REPEATED = "steps done again or lost"
 START_UP = "start-up, up to the first batch"
 QUEUED = "from the allocation to the first process"
 REST = "rest: before the first step and after the last, steps not on disk"
 BETWEEN = "between starts"
+_PAUSED = "pauses: {kind}"
 _AFTER_SIGNAL_S = 5.0
 """A program that writes its log for longer has gone on."""
 
@@ -72,34 +67,53 @@ class Job:
     """With the time between starts too; None if there is none, or if it is held for certain."""
     step_mfu: float | None
     """The mean of the steps that counted."""
-    mfu_unknown: str | None
+    unknown: str | None
+    """Why job MFU is unknown, and goodput, if that is."""
 
 
 @dataclass
 class _Sums:
+    """Of some of a start's steps."""
+
     steps: int = 0
     seconds: float = 0.0
     at_peak_s: float = 0.0
     """How long the FLOPs would take at the peak of all devices."""
-    without_mfu: int = 0
+    without_time: int = 0
     without_flops: int = 0
+    without_mfu: int = 0
 
-    def add(self, rows: LogRows, until_step: float, *, from_there: bool) -> None:
-        """Add the rows before this step, or those from it on; a row may stand for several steps."""
-        names = ("step_time_s", "mfu", "tflops_per_gpu")
-        before: int | None = None
-        for step, step_s, mfu, tflops in zip(rows.steps, *map(rows.column, names), strict=True):
-            number = step - before if before is not None and step > before else 1
-            before = step
-            if (step >= until_step) != from_there:
-                continue
-            self.steps += number
-            self.seconds += 0.0 if isnan(step_s) else number * step_s
-            if isnan(step_s) or isnan(mfu):
-                self.without_mfu += number
-                self.without_flops += number * (isnan(step_s) or isnan(tflops))
-            else:
-                self.at_peak_s += number * step_s * mfu
+    def add(self, number: int, step_s: float, mfu: float, tflops: float) -> None:
+        """Steps of this mean time; NaN is unknown."""
+        self.steps += number
+        if isnan(step_s):
+            self.without_time += number
+        else:
+            self.seconds += number * step_s
+        self.without_flops += number * isnan(tflops)
+        if isnan(mfu):
+            self.without_mfu += number
+        elif not isnan(step_s):
+            self.at_peak_s += number * step_s * mfu
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Span:
+    """A start with its time and its steps."""
+
+    start: RunStart
+    rows: LogRows
+    counted: _Sums
+    again: _Sums
+    paused_s: Mapping[str, float]
+    held_from_s: float
+    """The begin of its allocation, or else of its process."""
+    process_s: float
+    ended_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.ended_s - self.held_from_s
 
 
 def positions_of(starts: Sequence[RunStart]) -> list[int]:
@@ -115,72 +129,103 @@ def job_of(starts: Sequence[RunStart], rows: Sequence[LogRows], written_at_s: fl
     """The figures of the whole job; None without recorded starts. `written_at_s` is that of the log."""
     if not starts or len(rows) != len(starts):
         return None
-    limits = _first_steps_after(rows)
-    counted = [_Sums() for _ in starts]
-    parts = dict.fromkeys((COUNTED, REPEATED, START_UP, QUEUED, *_PAUSES), 0.0)
-    begins: list[float] = []
-    ends: list[float] = []
-    of_one = [_is_same(one, two) for one, two in pairwise(starts)]
-    for number, (start, own, sums, limit) in enumerate(zip(starts, rows, counted, limits, strict=True)):
-        again = _Sums()
-        sums.add(own, limit, from_there=False)
-        again.add(own, limit, from_there=True)
-        paused = {
-            name: sum(seconds for seconds in own.column(column) if not isnan(seconds))
-            for name, column in _PAUSES.items()
-        }
-        before = ends[-1] if ends else 0.0  # a process may have several runs one after another
-        process_s = min(start.began_at_s, max(start.process_began_at_s or start.began_at_s, before))
-        begin = process_s
-        if start.allocation_began_at_s is not None and not (number and of_one[number - 1]):
-            begin = min(process_s, max(start.allocation_began_at_s, before))
-        seen_s = sums.seconds + again.seconds + sum(paused.values())
-        last_write_s = written_at_s if start is starts[-1] else None
-        parts[COUNTED] += sums.seconds
-        parts[REPEATED] += again.seconds
-        parts[START_UP] += start.began_at_s - process_s
-        parts[QUEUED] += process_s - begin
-        for name, seconds in paused.items():
-            parts[name] += seconds
-        begins.append(begin)
-        ends.append(max(_end_of(start, last_write_s), start.began_at_s + seen_s))
-    up = [end - begin for begin, end in zip(begins, ends, strict=True)]
-    held, with_gaps = list(up), list(up)
-    gaps = [max(0.0, begin - end) for end, begin in zip(ends, begins[1:], strict=False)]
-    for number, (gap, is_held) in enumerate(zip(gaps, of_one, strict=True)):
-        with_gaps[number] += gap
-        held[number] += gap * is_held
-    parts[REST] = max(0.0, sum(up) - sum(parts.values()))
-    parts[BETWEEN] = sum(gaps)
-
-    devices = [start.devices for start in starts]
-    good = sum(n * sums.seconds for n, sums in zip(devices, counted, strict=True))
-    at_peak = sum(n * sums.at_peak_s for n, sums in zip(devices, counted, strict=True))
-    why = None
-    if without := sum(sums.without_mfu for sums in counted):
-        of_all = f"{without:,} of {sum(sums.steps for sums in counted):,} steps"
-        has_flops = not any(sums.without_flops for sums in counted)
-        why = "no peak is known" if has_flops else f"the FLOPs of {of_all} are unknown"
+    spans = _spans(starts, rows, written_at_s)
+    held, with_gaps = [span.seconds for span in spans], [span.seconds for span in spans]
+    for number, (span, after) in enumerate(pairwise(spans)):
+        gap_s = max(0.0, after.held_from_s - span.ended_s)
+        with_gaps[number] += gap_s
+        held[number] += gap_s * _is_same(span.start, after.start)
+    unknown = _unknown([span.counted for span in spans])
+    devices = [span.start.devices for span in spans]
+    good = sum(n * span.counted.seconds for n, span in zip(devices, spans, strict=True))
+    at_peak = sum(n * span.counted.at_peak_s for n, span in zip(devices, spans, strict=True))
+    is_known = unknown is None and good > 0
+    is_timed = good > 0 and not any(span.counted.without_time for span in spans)
 
     def figures(seconds: Sequence[float]) -> Held:
         device_s = sum(n * own for n, own in zip(devices, seconds, strict=True))
         return Held(
             seconds=sum(seconds),
-            goodput=good / device_s if device_s else None,
-            job_mfu=None if why is not None or not device_s else at_peak / device_s,
+            goodput=good / device_s if is_timed else None,
+            job_mfu=at_peak / device_s if is_known else None,
         )
 
     return Job(
-        starts=tuple(
-            _shown(start, own, sums, begin, end, is_last=start is starts[-1])
-            for start, own, sums, begin, end in zip(starts, rows, counted, begins, ends, strict=True)
-        ),
-        parts=tuple((name, seconds) for name, seconds in parts.items() if seconds > 0),
+        starts=tuple(_shown(span, is_last=span is spans[-1]) for span in spans),
+        parts=tuple(part for part in _parts(spans, sum(with_gaps)).items() if part[1] > 0),
         held=figures(held),
         with_gaps=figures(with_gaps) if sum(held) < sum(with_gaps) else None,
-        step_mfu=None if why is not None or not good else at_peak / good,
-        mfu_unknown=why,
+        step_mfu=at_peak / good if is_known else None,
+        unknown=unknown,
     )
+
+
+def _spans(starts: Sequence[RunStart], rows: Sequence[LogRows], written_at_s: float | None) -> list[_Span]:
+    spans: list[_Span] = []
+    for start, own, until_step in zip(starts, rows, _first_steps_after(rows), strict=True):
+        counted, again = _sums(own, until_step)
+        paused_s = {
+            kind: sum(seconds for seconds in own.column(column) if not isnan(seconds))
+            for kind, column in PAUSES.items()
+        }
+        before = spans[-1].ended_s if spans else 0.0  # a process may have several runs one after another
+        process_s = min(start.began_at_s, max(start.process_began_at_s or start.began_at_s, before))
+        held_from_s = process_s
+        if start.allocation_began_at_s is not None and not (spans and _is_same(spans[-1].start, start)):
+            held_from_s = min(process_s, max(start.allocation_began_at_s, before))
+        seen_s = counted.seconds + again.seconds + sum(paused_s.values())
+        last_write_s = written_at_s if start is starts[-1] else None
+        span = _Span(
+            start=start,
+            rows=own,
+            counted=counted,
+            again=again,
+            paused_s=paused_s,
+            held_from_s=held_from_s,
+            process_s=process_s,
+            ended_s=max(_end_of(start, last_write_s), start.began_at_s + seen_s),
+        )
+        spans.append(span)
+    return spans
+
+
+def _sums(rows: LogRows, until_step: float) -> tuple[_Sums, _Sums]:
+    """Of the steps before this one, and of those from it on; a row may stand for several steps."""
+    counted, again = _Sums(), _Sums()
+    columns = map(rows.column, ("step_time_s", "mfu", "tflops_per_gpu"))
+    before: int | None = None
+    for step, *values in zip(rows.steps, *columns, strict=True):
+        number = step - before if before is not None and step > before else 1
+        (counted if step < until_step else again).add(number, *values)
+        before = step
+    return counted, again
+
+
+def _unknown(counted: Sequence[_Sums]) -> str | None:
+    """Why the MFU of these steps is unknown."""
+    steps = sum(sums.steps for sums in counted)
+    if not steps:
+        return "no step is on disk"
+    for what, without in (
+        ("times", sum(sums.without_time for sums in counted)),
+        ("FLOPs", sum(sums.without_flops for sums in counted)),
+    ):
+        if without:
+            return f"the {what} of {without:,} of {steps:,} steps are unknown"
+    return "no peak is known" if any(sums.without_mfu for sums in counted) else None
+
+
+def _parts(spans: Sequence[_Span], whole_s: float) -> dict[str, float]:
+    """What became of the time from the first start to the last end."""
+    up_s = sum(span.seconds for span in spans)
+    parts = {
+        COUNTED: sum(span.counted.seconds for span in spans),
+        REPEATED: sum(span.again.seconds for span in spans),
+        START_UP: sum(span.start.began_at_s - span.process_s for span in spans),
+        QUEUED: sum(span.process_s - span.held_from_s for span in spans),
+        **{_PAUSED.format(kind=kind): sum(span.paused_s[kind] for span in spans) for kind in PAUSES},
+    }
+    return {**parts, REST: max(0.0, up_s - sum(parts.values())), BETWEEN: whole_s - up_s}
 
 
 def _first_steps_after(rows: Sequence[LogRows]) -> list[float]:
@@ -208,20 +253,19 @@ def _end_of(start: RunStart, written_at_s: float | None) -> float:
     return max(at_s for at_s in known if at_s is not None)
 
 
-def _shown(
-    start: RunStart, rows: LogRows, counted: _Sums, begin: float, end: float, *, is_last: bool
-) -> JobStart:
+def _shown(span: _Span, *, is_last: bool) -> JobStart:
+    start, steps = span.start, span.rows.steps
     devices = start.device or "device unknown"
     if start.devices > 1:
         devices = f"{start.devices} × {devices}"
     return JobStart(
-        began_at=f"{datetime.fromtimestamp(begin, timezone.utc):%Y-%m-%d %H:%M:%S}",
-        seconds=end - begin,
-        ended=_how(start, end, is_last=is_last),
-        first_step=min(rows.steps) if rows else None,
-        last_step=max(rows.steps) if rows else None,
-        steps=len(rows),
-        counted=counted.steps,
+        began_at=f"{datetime.fromtimestamp(span.held_from_s, timezone.utc):%Y-%m-%d %H:%M:%S}",
+        seconds=span.seconds,
+        ended=_how(start, span.ended_s, is_last=is_last),
+        first_step=min(steps, default=None),
+        last_step=max(steps, default=None),
+        steps=span.counted.steps + span.again.steps,
+        counted=span.counted.steps,
         where=devices if start.host is None else f"{devices}, {start.host}",
     )
 

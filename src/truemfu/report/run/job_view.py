@@ -65,8 +65,10 @@ _READING = (
 def job_lines(job: Job) -> list[tuple[str, str]]:
     """Goodput and job MFU, each with how it came about."""
     held, gaps = job.held, job.with_gaps
+    if held.goodput is None:
+        return [(label, f"unknown ({job.unknown})") for label in ("goodput", "job MFU")]
     goodput = f"{share(held.goodput)} of {duration(held.seconds)} held"
-    mfu = "unknown" if job.mfu_unknown is None else f"unknown ({job.mfu_unknown})"
+    mfu = f"unknown ({job.unknown})"
     if held.job_mfu is not None:
         mfu = f"{share(held.job_mfu)} = {share(job.step_mfu)} in steps × {share(held.goodput)} of the time"
     if gaps is not None:

@@ -26,6 +26,13 @@ import msgspec
 
 from ...plain_files import open_plain
 
+PAUSES = {
+    "evaluation": "evaluation_s",
+    "checkpoint": "checkpoint_s",
+    "generation": "generation_s",
+    "other": "other_pause_s",
+}
+"""What may run without belonging to a step, and the value of a row with its seconds."""
 _BLOCK_BYTES = 1 << 20
 _NEWEST_BLOCKS = 16
 _UNKNOWN = math.nan
@@ -147,15 +154,6 @@ class LogRows:
 def _without_values(name: str, rows: int) -> array[float] | list[Any]:
     """A column in which no row has a value."""
     return array("d", [_UNKNOWN]) * rows if name in _NUMBERS else [_DEFAULTS[name]] * rows
-
-
-def peak_flops_per_s(rows: LogRows) -> float | None:
-    """The peak of one device, by the last MFU: FLOP/s over MFU."""
-    for row in reversed(rows):
-        own_mfu = row.mfu if row.mfu_per_gpu is None else row.mfu_per_gpu
-        if own_mfu and row.tflops_per_gpu:
-            return 1e12 * row.tflops_per_gpu / own_mfu
-    return None
 
 
 @dataclass(kw_only=True)

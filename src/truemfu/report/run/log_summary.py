@@ -19,15 +19,8 @@ from ...run_summary.sums import STEP_TIME, RunSums
 from ...run_summary.texts import RunResults
 from ...waterfall import between_steps_notes, limiter_of, parts_of_metrics
 from .load import LastWindow, LoadedRun
-from .log_rows import LogRows, peak_flops_per_s
+from .log_rows import PAUSES, LogRows
 
-PAUSES = {
-    "evaluation": "evaluation_s",
-    "checkpoint": "checkpoint_s",
-    "generation": "generation_s",
-    "other": "other_pause_s",
-}
-"""What may run without belonging to a step, and the value of a row with its seconds."""
 _RATES = {
     "mfu": "mfu",
     "mfu_estimate": "mfu_estimate",
@@ -104,6 +97,15 @@ def results_of(run: LoadedRun) -> RunResults:
         peak_flops_per_s=peak_flops_per_s(rows),
         peak_memory_bytes=max(_known(rows, "memory_peak_bytes", b"\1" * len(rows)), default=None),
     )
+
+
+def peak_flops_per_s(rows: LogRows) -> float | None:
+    """The peak of one device, by the last MFU: FLOP/s over MFU."""
+    for row in reversed(rows):
+        own_mfu = row.mfu if row.mfu_per_gpu is None else row.mfu_per_gpu
+        if own_mfu and row.tflops_per_gpu:
+            return 1e12 * row.tflops_per_gpu / own_mfu
+    return None
 
 
 def _hardware(window: LastWindow, rows: LogRows) -> RunHardware:

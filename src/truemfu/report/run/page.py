@@ -26,8 +26,8 @@ from ..drawing.line_chart import Chart, Series, line_chart, thinning
 from ..drawing.tables import Table, digits, measures, table_of, words
 from .job_view import job_view
 from .load import LastWindow, LoadedRun
-from .log_rows import LogRows
-from .log_summary import PAUSES, results_of
+from .log_rows import PAUSES, LogRows
+from .log_summary import results_of
 from .ranks import RankLine
 from .verdict import verdict
 from .waterfall_bars import view_of

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from ...records import RunSummary
 from ...text import duration
 from ..drawing.tables import Field, Table, digits, measures, table_of, words
-from .log_rows import LogRow, LogRows
-from .log_summary import PAUSES
+from .log_rows import PAUSES, LogRow, LogRows
 
 UNKNOWN_CAUSE = "unknown"
 TITLE = "The slowest steps"
