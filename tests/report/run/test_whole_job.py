@@ -150,6 +150,13 @@ def test_each_start_has_the_mfu_of_its_own_devices() -> None:
     assert job.step_mfu == pytest.approx(0.4)
 
 
+def test_estimated_flops_are_marked() -> None:
+    parts = [rows(range(1, 5), method="estimate"), rows(range(5, 9), method="count of observed steps")]
+    job = made([start(100.0, 110.0), start(110.0, 120.0)], parts)
+    assert job_lines(job)[1][1].endswith("; FLOPs estimated in 4 steps")
+    assert job_json(job)["job"]["estimated_steps"] == 4
+
+
 def test_unknown_figures_are_none_with_their_reason() -> None:
     job = made([start(100.0, 110.0)], [rows(range(1, 5), tflops_per_gpu=None, mfu=None)])
     assert (job.held.job_mfu, job.step_mfu) == (None, None)

@@ -67,6 +67,8 @@ class Job:
     """With the time between starts too; None if there is none, or if it is held for certain."""
     step_mfu: float | None
     """The mean of the steps that counted."""
+    estimated_steps: int
+    """Of the steps that counted, those whose FLOPs are estimated."""
     unknown: str | None
     """Why job MFU is unknown, and goodput, if that is."""
 
@@ -82,10 +84,13 @@ class _Sums:
     without_time: int = 0
     without_flops: int = 0
     without_mfu: int = 0
+    estimated: int = 0
+    """Steps whose FLOPs are estimated."""
 
-    def add(self, number: int, step_s: float, mfu: float, tflops: float) -> None:
+    def add(self, number: int, step_s: float, mfu: float, tflops: float, method: str | None) -> None:
         """Steps of this mean time; NaN is unknown."""
         self.steps += number
+        self.estimated += number * (method == "estimate")
         if isnan(step_s):
             self.without_time += number
         else:
@@ -156,6 +161,7 @@ def job_of(starts: Sequence[RunStart], rows: Sequence[LogRows], written_at_s: fl
         held=figures(held),
         with_gaps=figures(with_gaps) if sum(held) < sum(with_gaps) else None,
         step_mfu=at_peak / good if is_known else None,
+        estimated_steps=sum(span.counted.estimated for span in spans),
         unknown=unknown,
     )
 
@@ -192,7 +198,7 @@ def _spans(starts: Sequence[RunStart], rows: Sequence[LogRows], written_at_s: fl
 def _sums(rows: LogRows, until_step: float) -> tuple[_Sums, _Sums]:
     """Of the steps before this one, and of those from it on; a row may stand for several steps."""
     counted, again = _Sums(), _Sums()
-    columns = map(rows.column, ("step_time_s", "mfu", "tflops_per_gpu"))
+    columns = map(rows.column, ("step_time_s", "mfu", "tflops_per_gpu", "method"))
     before: int | None = None
     for step, *values in zip(rows.steps, *columns, strict=True):
         number = step - before if before is not None and step > before else 1

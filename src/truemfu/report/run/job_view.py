@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ...records import WaterfallPart
-from ...text import duration, share
+from ...text import counted, duration, share
 from ..drawing.tables import Table, digits, measures, table_of, words
 from .job import BETWEEN, COUNTED, Job
 from .waterfall_bars import WaterfallBar, bars_of
@@ -71,6 +71,8 @@ def job_lines(job: Job) -> list[tuple[str, str]]:
     mfu = f"unknown ({job.unknown})"
     if held.job_mfu is not None:
         mfu = f"{share(held.job_mfu)} = {share(job.step_mfu)} in steps × {share(held.goodput)} of the time"
+    if job.estimated_steps and held.job_mfu is not None:
+        mfu += f"; FLOPs estimated in {counted(job.estimated_steps, 'step')}"
     if gaps is not None:
         between = dict(job.parts)[BETWEEN]
         goodput += f"; {share(gaps.goodput)} if the {duration(between)} between starts were held too"
