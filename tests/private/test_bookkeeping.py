@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from truemfu.errors import ModelError, UsageError
+from truemfu.private import gradients
 from truemfu.private.batches import IGNORED, losses_by_sample
 from truemfu.private.bookkeeping import BookKeeping
 from truemfu.private.layers import supported_layers
@@ -38,6 +39,16 @@ def test_it_is_the_loop_over_samples_for_random_networks(seed: int) -> None:
     model = Network(seed).double()
     samples, length = 2 + seed % 4, 3 + seed % 11
     assert error_of(model, batch(samples, length, seed)) < LIMIT, model.description
+
+
+@pytest.mark.parametrize("smallest", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(20))
+def test_blocks_of_positions_give_the_same_norms(
+    smallest: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradients, "_SMALLEST_BLOCK", smallest)
+    model = Network(seed).double()
+    assert error_of(model, batch(2 + seed % 3, 4 + 2 * (seed % 5), seed)) < LIMIT, model.description
 
 
 @pytest.mark.parametrize("name", PARTS)
@@ -343,3 +354,17 @@ def test_one_backward_pass_and_the_norms_are_all_that_is_executed() -> None:
             BookKeeping(layer, 1.0).clipped_sum(lambda m, x: m(x).square().sum((1, 2)), layer, x)
         product = 2 * 3 * positions * 16 * 32
         assert count.get_total_flops() == 3 * product + 3 * of_norm
+
+
+@pytest.mark.parametrize(("positions", "share"), [(16, 1), (32, 3 / 4), (64, 5 / 8), (128, 9 / 16), (33, 1)])
+def test_a_gram_matrix_of_a_long_sequence_is_computed_by_half(
+    positions: int, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradients, "_SMALLEST_BLOCK", 16)
+    wide = 512
+    layer = nn.Linear(wide, wide, bias=False)
+    x = torch.randn(2, positions, wide, requires_grad=True)
+    with FlopCounterMode(display=False) as count:
+        BookKeeping(layer, 1.0).clipped_sum(lambda m, x: m(x).square().sum((1, 2)), layer, x)
+    products = 3 * 2 * 2 * positions * wide**2
+    assert count.get_total_flops() == products + share * 2 * 2 * positions**2 * (wide + wide)
