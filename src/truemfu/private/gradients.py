@@ -195,10 +195,14 @@ def _with_itself(rows: _Rows, groups: int) -> Tensor:
     left, right, is_lookup = rows
     if not _has_halves(left.shape[1], is_lookup):
         return _between(rows, rows, groups)
-    both = _Rows(*(each.unflatten(1, (2, -1)).flatten(0, 1) for each in (left, right)), is_lookup)
+    both = _Rows(_halved(left), _halved(right), is_lookup)
     (first, second), (its_first, its_second) = left.chunk(2, dim=1), right.chunk(2, dim=1)
     crossed = _between(_Rows(first, its_first, is_lookup), _Rows(second, its_second, is_lookup), groups)
     return _with_itself(both, 2 * groups) + 2 * crossed
+
+
+def _halved(values: Tensor) -> Tensor:
+    return values.unflatten(1, (2, -1)).flatten(0, 1)
 
 
 def _has_halves(positions: int, is_lookup: bool) -> bool:
