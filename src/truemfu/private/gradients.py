@@ -202,7 +202,8 @@ def _with_itself(rows: _Rows, groups: int) -> Tensor:
 
 
 def _halved(values: Tensor) -> Tensor:
-    return values.unflatten(1, (2, -1)).flatten(0, 1)
+    found: Tensor = values.unflatten(1, (2, -1)).flatten(0, 1)
+    return found
 
 
 def _has_halves(positions: int, is_lookup: bool) -> bool:
