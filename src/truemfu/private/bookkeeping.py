@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import ModelError, UsageError
 from .batches import samples_of
-from .gradients import Outer, SmallParameters, Sums, squared_norms
+from .gradients import Outer, SampleWeights, SmallParameters, Sums, squared_norms
 from .layers import Layer, check_keeps_samples_apart, supported_layers
 from .recording import Recorded, recording
 
@@ -77,10 +77,10 @@ class BookKeeping:
                 chosen[list(among)] = weights[list(among)]
                 weights = chosen
             sums = {} if small is None else small.weighted_sums(weights)
-            in_dtype = functools.cache(weights.to)
+            of_samples = SampleWeights(weights)
             for name, parameter in self.parameters.items():
                 if name in products:  # each is freed with its sum
-                    found = [use.weighted_sum(in_dtype(use.dtype)) for use in products.pop(name)]
+                    found = [use.weighted_sum(of_samples) for use in products.pop(name)]
                     found = [one.to(torch.promote_types(one.dtype, parameter.dtype)) for one in found]
                     sums[name] = functools.reduce(torch.add, found)
                 elif name not in sums:

@@ -63,6 +63,25 @@ class SmallParameters:
         return {name: part.view(self._shapes[name]) for name, part in zip(self._shapes, parts, strict=True)}
 
 
+class SampleWeights:
+    """What each sample's gradient is multiplied by."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+        self._repeated = values
+
+    def times(self, rows: Tensor) -> Tensor:
+        """Rows (samples, …), each times the weight of its sample.
+
+        A product with a number for each sample takes a GPU longer than one of two whole tensors, and
+        most layers of a model have rows of one shape.
+        """
+        if self._repeated.shape != rows.shape or self._repeated.dtype != rows.dtype:
+            each = self.values.to(rows.dtype).view(-1, *[1] * (rows.dim() - 1))
+            self._repeated = each.expand_as(rows).contiguous()
+        return rows * self._repeated
+
+
 class Outer:
     """A use of a weight (p, q) of a product: left (samples, positions, p), right (samples, positions, q)."""
 
@@ -76,10 +95,10 @@ class Outer:
         """Both of these samples, (samples × groups, positions, p or q)."""
         return self.left[samples], self.right[samples]
 
-    def weighted_sum(self, weights: Tensor) -> Tensor:
+    def weighted_sum(self, weights: SampleWeights) -> Tensor:
         """The sum of the samples' gradients, each times its weight, in the shape of the parameter."""
-        left, right, each = self.left, self.right, weights[:, None, None]
-        left, right = (left * each, right) if self.p < self.q else (left, right * each)
+        left, right = self.left, self.right
+        left, right = (weights.times(left), right) if self.p < self.q else (left, weights.times(right))
         found: Tensor = left.flatten(0, 1).T @ right.flatten(0, 1)
         return found
 
@@ -91,8 +110,8 @@ class Lookup(Outer):
         super().__init__(ids[:, :, None], right)
         self.p = rows
 
-    def weighted_sum(self, weights: Tensor) -> Tensor:
-        scaled = self.right * weights[:, None, None]
+    def weighted_sum(self, weights: SampleWeights) -> Tensor:
+        scaled = weights.times(self.right)
         # Unlike index_add_, it sums in fp32 under bf16.
         found: Tensor = torch.ops.aten.embedding_dense_backward(scaled, self.left[:, :, 0], self.p, -1, False)
         return found
@@ -121,9 +140,9 @@ class Convolution(Outer):
         left = self.grad[samples].reshape(len(x) * self.groups, self.p, self.positions).mT
         return left, right
 
-    def weighted_sum(self, weights: Tensor) -> Tensor:
+    def weighted_sum(self, weights: SampleWeights) -> Tensor:
         settings = self.settings
-        scaled = self.grad * weights.view(-1, *[1] * (self.grad.dim() - 1))
+        scaled = weights.times(self.grad)
         weight = self.grad.new_empty(1).expand(self.shape)
         spatial = len(self.shape) - 2
         found: Tensor = torch.ops.aten.convolution_backward(

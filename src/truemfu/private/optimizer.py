@@ -201,18 +201,21 @@ class PrivateOptimizer:
             total = self._sums.pop(name, None)
             if total is None:  # every batch was empty
                 total = zeros_like(parameter)
-            mean = self._noisy(total, 1 / max(samples, 1))
+            dtype = parameter.dtype if self._ranks.is_alone else at_least_fp32(total)
+            mean = self._noisy(total, 1 / max(samples, 1), dtype)
             parameter.grad = self._ranks.summed(mean, parameter).to(parameter.dtype)
         self._sums, self._samples = None, 0
         self._steps += 1
 
-    def _noisy(self, total: Tensor, share: float) -> Tensor:
-        """This rank's share of the mean, in at least fp32: rounded noise may tell the sum below it."""
-        dtype = at_least_fp32(total)
+    def _noisy(self, total: Tensor, share: float, dtype: torch.dtype) -> Tensor:
+        """This rank's share of the mean, rounded to this dtype once, after the noise: rounded noise may tell
+        the sum below it.
+        """
+        exact, mean = at_least_fp32(total), torch.empty_like(total, dtype=dtype)
         if self._std == 0 or not self._ranks.draws_noise:
-            return total.to(dtype) * share
-        noise = noise_like(total, dtype, self._std * share, self._generator, secure=self._is_secure)
-        return noise.add_(total, alpha=share)
+            return torch.mul(total.to(exact), share, out=mean)
+        noise = noise_like(total, exact, self._std * share, self._generator, secure=self._is_secure)
+        return torch.add(noise, total, alpha=share, out=mean)
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, trained: dict[str, nn.Parameter]) -> None:

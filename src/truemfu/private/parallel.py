@@ -53,6 +53,11 @@ class Ranks:
             yield
 
     @property
+    def is_alone(self) -> bool:
+        """Whether there are no other ranks to sum with."""
+        return self._group is None and not self.is_sharded
+
+    @property
     def draws_noise(self) -> bool:
         """Whether this rank is the one that adds the noise."""
         if self.is_sharded:
@@ -71,7 +76,7 @@ class Ranks:
 
     def total(self, count: int) -> int:
         """The sum of a number over all ranks."""
-        if self._group is None and not self.is_sharded:
+        if self.is_alone:
             return count
         one = torch.tensor(count, device=self._device)
         if self.is_sharded:
