@@ -190,7 +190,7 @@ def _norms_of_gradients(uses: Sequence[Outer], part: slice) -> Tensor:
     return _squares(gradient.unflatten(0, (-1, uses[0].groups)))
 
 
-class _Rows(NamedTuple):
+class _Factors(NamedTuple):
     """Both factors of one use, or of a block of its positions."""
 
     left: Tensor
@@ -199,7 +199,7 @@ class _Rows(NamedTuple):
 
 
 def _ghost_norms(uses: Sequence[Outer], part: slice) -> Tensor:
-    rows = [_Rows(*use.factors(part), isinstance(use, Lookup)) for use in uses]
+    rows = [_Factors(*use.factors(part), isinstance(use, Lookup)) for use in uses]
     groups = uses[0].groups
     squares = []
     for at, one in enumerate(rows):
@@ -209,14 +209,14 @@ def _ghost_norms(uses: Sequence[Outer], part: slice) -> Tensor:
     return total.clamp(min=0)
 
 
-def _with_itself(rows: _Rows, groups: int) -> Tensor:
+def _with_itself(rows: _Factors, groups: int) -> Tensor:
     """Σ_t Σ_s (l_t·l_s)(r_t·r_s) of each sample: two halves with themselves, and twice one with the other."""
     left, right, is_lookup = rows
     if not _has_halves(left.shape[1], is_lookup):
         return _between(rows, rows, groups)
-    both = _Rows(_halved(left), _halved(right), is_lookup)
+    both = _Factors(_halved(left), _halved(right), is_lookup)
     (first, second), (its_first, its_second) = left.chunk(2, dim=1), right.chunk(2, dim=1)
-    crossed = _between(_Rows(first, its_first, is_lookup), _Rows(second, its_second, is_lookup), groups)
+    crossed = _between(_Factors(first, its_first, is_lookup), _Factors(second, its_second, is_lookup), groups)
     return _with_itself(both, 2 * groups) + 2 * crossed
 
 
@@ -239,7 +239,7 @@ def _pairs_left_out(use: Outer) -> int:
     return left_out
 
 
-def _between(one: _Rows, other: _Rows, groups: int) -> Tensor:
+def _between(one: _Factors, other: _Factors, groups: int) -> Tensor:
     """The same over the positions of two uses or blocks, (samples,)."""
     common = torch.promote_types(one.right.dtype, other.right.dtype)  # they may differ under autocast
     rights = _product(one.right.to(common), other.right.to(common).mT)
