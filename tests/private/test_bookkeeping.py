@@ -368,3 +368,17 @@ def test_a_gram_matrix_of_a_long_sequence_is_computed_by_half(
         BookKeeping(layer, 1.0).clipped_sum(lambda m, x: m(x).square().sum((1, 2)), layer, x)
     products = 3 * 2 * 2 * positions * wide**2
     assert count.get_total_flops() == products + share * 2 * 2 * positions**2 * (wide + wide)
+
+
+def test_layers_with_one_input_share_its_gram_matrix() -> None:
+    """Query, key and value: an output gradient each, and one input."""
+    layers = nn.ModuleList(nn.Linear(16, 32, bias=False) for _ in range(3))
+
+    def losses(model: nn.ModuleList, x: Tensor) -> Tensor:
+        return torch.stack([layer(x).square().sum((1, 2)) for layer in model]).sum(0)
+
+    x = torch.randn(3, 4, 16, requires_grad=True)
+    with FlopCounterMode(display=False) as count:
+        BookKeeping(layers, 1.0).clipped_sum(losses, layers, x)
+    product = 2 * 3 * 4 * 16 * 32
+    assert count.get_total_flops() == 3 * 3 * product + 3 * 2 * 4**2 * (3 * 32 + 16)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import ModelError, UsageError
 from .batches import samples_of
-from .gradients import Outer, SampleWeights, SmallParameters, Sums, squared_norms
+from .gradients import InputGrams, Outer, SampleWeights, SmallParameters, Sums, squared_norms
 from .layers import Layer, check_keeps_samples_apart, supported_layers
 from .recording import Recorded, recording
 
@@ -68,7 +68,9 @@ class BookKeeping:
                 (torch.finfo(use.dtype).eps for of_one in uses.values() for use in of_one), default=0.0
             )
             products, small = _by_kind(uses)
-            squares = [squared_norms(of_one, samples) for of_one in products.values()]
+            inputs = InputGrams()
+            squares = [squared_norms(of_one, samples, inputs) for of_one in products.values()]
+            del inputs
             squares += [] if small is None else [small.squared_norms()]
             norms = torch.stack(squares).sum(0).sqrt() if squares else losses.new_zeros(samples)
             weights = self.weights(norms)

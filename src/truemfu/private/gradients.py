@@ -19,7 +19,7 @@ therefore measured together: Gram matrices are taken between all pairs of uses, 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -86,6 +86,8 @@ class Outer:
     """A use of a weight (p, q) of a product: left (samples, positions, p), right (samples, positions, q)."""
 
     groups = 1
+    keeps_factors = True
+    """Whether its factors exist for as long as it does."""
 
     def __init__(self, left: Tensor, right: Tensor) -> None:
         self.left, self.right, self.dtype = left, right, right.dtype
@@ -94,6 +96,10 @@ class Outer:
     def factors(self, samples: slice) -> tuple[Tensor, Tensor]:
         """Both of these samples, (samples × groups, positions, p or q)."""
         return self.left[samples], self.right[samples]
+
+    def left_gram(self, other: Outer) -> Gram:
+        """How the left factors of this use and another one are multiplied."""
+        return _of_rows_and_lookup if isinstance(other, Lookup) else _gram
 
     def weighted_sum(self, weights: SampleWeights) -> Tensor:
         """The sum of the samples' gradients, each times its weight, in the shape of the parameter."""
@@ -110,6 +116,9 @@ class Lookup(Outer):
         super().__init__(ids[:, :, None], right)
         self.p = rows
 
+    def left_gram(self, other: Outer) -> Gram:
+        return _of_lookups if isinstance(other, Lookup) else _of_lookup_and_rows
+
     def weighted_sum(self, weights: SampleWeights) -> Tensor:
         scaled = weights.times(self.right)
         # Unlike index_add_, it sums in fp32 under bf16.
@@ -119,6 +128,8 @@ class Lookup(Outer):
 
 class Convolution(Outer):
     """A convolution's weight: positions of the output, and the patch of the input that each one sees."""
+
+    keeps_factors = False
 
     def __init__(self, x: Tensor, grad: Tensor, shape: torch.Size, settings: ConvolutionSettings) -> None:
         self.x, self.grad, self.shape, self.settings = x, grad, shape, settings
@@ -165,16 +176,18 @@ Gradient = Outer | Sums
 """What one use of a parameter adds to the gradient of each sample; its `dtype` is what it was computed in."""
 
 
-def squared_norms(uses: Sequence[Outer], samples: int) -> Tensor:
+def squared_norms(uses: Sequence[Outer], samples: int, inputs: InputGrams) -> Tensor:
     """The squared norm of each sample's gradient of one parameter, over all its uses, in at least fp32."""
     first = uses[0]
     positions = sum(use.positions for use in uses)
-    pairs = positions**2 - sum(_pairs_left_out(use) for use in uses)
+    pairs = positions**2 - sum(_pairs_left_out(use.positions) for use in uses)
     ghost, direct = pairs * (first.p + first.q), positions * first.p * first.q
     is_ghost = ghost <= direct or any(isinstance(use, Lookup) for use in uses)
     each = first.groups * (positions**2 if is_ghost else first.p * first.q)
-    norms = _ghost_norms if is_ghost else _norms_of_gradients
-    return torch.cat([norms(uses, part) for part in _parts(samples, each)])
+    parts = _parts(samples, each)
+    if is_ghost:
+        return torch.cat([_ghost_norms(uses, part, inputs) for part in parts])
+    return torch.cat([_norms_of_gradients(uses, part) for part in parts])
 
 
 def _parts(samples: int, elements: int) -> Iterator[slice]:
@@ -190,74 +203,85 @@ def _norms_of_gradients(uses: Sequence[Outer], part: slice) -> Tensor:
     return _squares(gradient.unflatten(0, (-1, uses[0].groups)))
 
 
-class _Factors(NamedTuple):
-    """Both factors of one use, or of a block of its positions."""
+class InputGrams:
+    """The Gram matrices of the last input: query, key and value have the same one."""
 
-    left: Tensor
-    right: Tensor
-    is_lookup: bool
+    def __init__(self) -> None:
+        self._input: Tensor | None = None
+        self._grams: list[Tensor] = []
+
+    def of(self, rows: Tensor) -> list[Tensor]:
+        last = self._input
+        if last is None or not (last.is_set_to(rows) and last.dtype == rows.dtype):
+            self._input, self._grams = rows, _own_grams(rows)
+        return self._grams
 
 
-def _ghost_norms(uses: Sequence[Outer], part: slice) -> Tensor:
-    rows = [_Factors(*use.factors(part), isinstance(use, Lookup)) for use in uses]
-    groups = uses[0].groups
+def _ghost_norms(uses: Sequence[Outer], part: slice, inputs: InputGrams) -> Tensor:
+    factors = [use.factors(part) for use in uses]
+    samples = len(factors[0][0]) // uses[0].groups
     squares = []
-    for at, one in enumerate(rows):
-        squares.append(_with_itself(one, groups))
-        squares += [2 * _between(one, other, groups) for other in rows[:at]]
+    for at, (use, (left, right)) in enumerate(zip(uses, factors, strict=True)):
+        lefts = _own_grams(left, use.left_gram(use))
+        rights = inputs.of(right) if use.keeps_factors else _own_grams(right)
+        of_blocks, *crossed = (_sums(each, other, samples) for each, other in zip(lefts, rights, strict=True))
+        squares += [of_blocks, *(2 * one for one in crossed)]
+        for other, (other_left, other_right) in zip(uses[:at], factors, strict=False):
+            common = torch.promote_types(right.dtype, other_right.dtype)  # they may differ under autocast
+            between = use.left_gram(other)(left, other_left)
+            squares.append(2 * _sums(between, _gram(right.to(common), other_right.to(common)), samples))
     total: Tensor = functools.reduce(torch.add, squares)
     return total.clamp(min=0)
 
 
-def _with_itself(rows: _Factors, groups: int) -> Tensor:
-    """Σ_t Σ_s (l_t·l_s)(r_t·r_s) of each sample: two halves with themselves, and twice one with the other."""
-    left, right, is_lookup = rows
-    if not _has_halves(left.shape[1], is_lookup):
-        return _between(rows, rows, groups)
-    both = _Factors(_halved(left), _halved(right), is_lookup)
-    (first, second), (its_first, its_second) = left.chunk(2, dim=1), right.chunk(2, dim=1)
-    crossed = _between(_Factors(first, its_first, is_lookup), _Factors(second, its_second, is_lookup), groups)
-    return _with_itself(both, 2 * groups) + 2 * crossed
+Gram = Callable[[Tensor, Tensor], Tensor]
+"""Rows of two blocks of positions ─► (samples, positions, other positions), the product of each pair."""
 
 
-def _halved(values: Tensor) -> Tensor:
-    found: Tensor = values.unflatten(1, (2, -1)).flatten(0, 1)
-    return found
+def _gram(one: Tensor, other: Tensor) -> Tensor:
+    return _product(one, other.mT)
 
 
-def _has_halves(positions: int, is_lookup: bool) -> bool:
-    return positions >= 2 * _SMALLEST_BLOCK and positions % 2 == 0 and not is_lookup
+def _of_lookups(one: Tensor, other: Tensor) -> Tensor:
+    """Their rows are one-hot."""
+    return one == other.mT
 
 
-def _pairs_left_out(use: Outer) -> int:
+def _of_lookup_and_rows(one: Tensor, other: Tensor) -> Tensor:
+    return other.gather(2, one.mT.expand(-1, other.shape[1], -1)).mT
+
+
+def _of_rows_and_lookup(one: Tensor, other: Tensor) -> Tensor:
+    return one.gather(2, other.mT.expand(-1, one.shape[1], -1))
+
+
+def _own_grams(rows: Tensor, gram: Gram = _gram) -> list[Tensor]:
+    """Of each block of positions with itself; then of each half with the other, which counts twice."""
+    if not _has_halves(rows.shape[1]):
+        return [gram(rows, rows)]
+    first, second = rows.chunk(2, dim=1)
+    return [*_own_grams(rows.unflatten(1, (2, -1)).flatten(0, 1), gram), gram(first, second)]
+
+
+def _has_halves(positions: int) -> bool:
+    return positions >= 2 * _SMALLEST_BLOCK and positions % 2 == 0
+
+
+def _pairs_left_out(positions: int) -> int:
     """Pairs of positions that symmetry spares."""
-    left_out, positions, blocks = 0, use.positions, 1
-    while _has_halves(positions, isinstance(use, Lookup)):
+    left_out, blocks = 0, 1
+    while _has_halves(positions):
         positions //= 2
         left_out += blocks * positions**2
         blocks *= 2
     return left_out
 
 
-def _between(one: _Factors, other: _Factors, groups: int) -> Tensor:
-    """The same over the positions of two uses or blocks, (samples,)."""
-    common = torch.promote_types(one.right.dtype, other.right.dtype)  # they may differ under autocast
-    rights = _product(one.right.to(common), other.right.to(common).mT)
-    lefts = _left_gram(one.left, other.left, one.is_lookup, other.is_lookup)
+def _sums(lefts: Tensor, rights: Tensor, samples: int) -> Tensor:
+    """Of each sample the sum over all pairs of positions; `lefts` is overwritten."""
     products = lefts.to(rights.dtype).mul_(rights)
-    found: Tensor = products.unflatten(0, (-1, groups)).sum((1, 2, 3))
+    found: Tensor = products.unflatten(0, (samples, -1)).sum((1, 2, 3))
     return found
-
-
-def _left_gram(left: Tensor, other: Tensor, is_lookup: bool, is_other_lookup: bool) -> Tensor:
-    """(samples, positions, other positions); the rows of a lookup are one-hot."""
-    if is_lookup and is_other_lookup:
-        return left == other.mT
-    if is_lookup:
-        return other.gather(2, left.mT.expand(-1, other.shape[1], -1)).mT
-    if is_other_lookup:
-        return left.gather(2, other.mT.expand(-1, left.shape[1], -1))
-    return _product(left, other.mT)
 
 
 def _product(one: Tensor, other: Tensor) -> Tensor:
