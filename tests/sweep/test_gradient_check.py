@@ -202,7 +202,7 @@ def test_a_wrong_book_keeping_fails_by_far(
     book_keeping = load_trainer("DPBookKeepingTrainer")
     if fault == "ghost norms":
         norms = gradients._ghost_norms
-        monkeypatch.setattr(gradients, "_ghost_norms", lambda uses, part: norms(uses[:1], part) / 2)
+        monkeypatch.setattr(gradients, "_ghost_norms", lambda uses, *rest: norms(uses[:1], *rest) / 2)
     elif fault == "weighted sums":
         sums = gradients.SmallParameters.weighted_sums
         monkeypatch.setattr(
@@ -215,8 +215,8 @@ def test_a_wrong_book_keeping_fails_by_far(
     else:
         together = bookkeeping.squared_norms
 
-        def apart(uses: list[Any], samples: int) -> Tensor:
-            return sum((together([use], samples) for use in uses), start=torch.zeros(samples))
+        def apart(uses: list[Any], samples: int, inputs: Any) -> Tensor:
+            return sum((together([use], samples, inputs) for use in uses), start=torch.zeros(samples))
 
         monkeypatch.setattr(bookkeeping, "squared_norms", apart)
     check = check_of(book_keeping, f"{factories}:TiedEmbedding")
