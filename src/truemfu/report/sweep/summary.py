@@ -30,6 +30,7 @@ from .figures import (
     SweepTotals,
     TrainerTotals,
 )
+from .groups import only_value
 from .load import NOT_RUN, LoadedSweep, SweepEntry
 from .scaling import scaling_of, settings_of
 
@@ -86,8 +87,7 @@ class _Site(NamedTuple):
 
 def _sites(experiments: Sequence[ExperimentFigures]) -> dict[str, _Site]:
     """Where each experiment ran, by name; one of unknown device on the sweep's only device, if it has one."""
-    devices = {row.device for row in experiments if row.device is not None}
-    only = devices.pop() if len(devices) == 1 else None
+    only = only_value(experiments, "device")
     return {row.name: _Site(row.device or only, row.gpus, row.parallel) for row in experiments}
 
 
