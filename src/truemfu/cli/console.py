@@ -11,10 +11,10 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 import click
 from rich import box
@@ -24,7 +24,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import UsageError
-from ..text import UNKNOWN, printable
+from ..text import UNKNOWN, on_one_line, printable
+
+if TYPE_CHECKING:
+    from ..report.drawing.tables import Table as ReportTable
 
 _PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _FULL_WIDTH = 140
@@ -170,6 +173,18 @@ def table(*columns: str, title: str | None = None) -> Table:
     for index, column in enumerate(columns):
         result.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
     return result
+
+
+def print_tables(console: Console, tables: Iterable[ReportTable]) -> None:
+    """The tables of a report, each with its title and the sentence that explains it."""
+    for text in tables:
+        drawn = table(*text.labels, title=text.title)
+        for row in text.texts:
+            drawn.add_row(*map(on_one_line, row))
+        console.print(drawn)
+        if text.sentence:
+            console.print(text.sentence, style="dim")
+        console.print()
 
 
 def table_width(drawn: Table) -> int:

@@ -6,7 +6,8 @@ Comparison ─► conclusion, tables_of, remarks ─► terminal (cli/compare.py
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import msgspec
 
@@ -239,6 +240,11 @@ def markdown(comparison: Comparison) -> str:
 
 def json_text(comparison: Comparison) -> str:
     return printable(msgspec.json.format(msgspec.json.encode(comparison), indent=2).decode()) + "\n"
+
+
+WRITERS: Mapping[str, Callable[[Comparison], str]] = MappingProxyType(
+    {"json": json_text, "markdown": markdown}
+)
 
 
 def sides_of(comparison: Comparison) -> list[str]:
