@@ -26,7 +26,7 @@ from truemfu.sweep.cases import cases_of
 from truemfu.sweep.config import override
 from truemfu.sweep.launchers.jobs import Batch, Claim, JobsFolder, JobState
 from truemfu.sweep.launchers.settings import TIME_MARGIN_S, ClusterSettings, request_of
-from truemfu.sweep.launchers.slurm import Slurm, _parse, _ranges
+from truemfu.sweep.launchers.slurm import Slurm, _parse
 from truemfu.sweep.order import WorkerOrder
 from truemfu.sweep.paths import SweepFolder
 from truemfu.sweep.supervisor.on_node import main as on_node
@@ -70,10 +70,6 @@ def test_an_experiment_requests_its_gpus_and_more_time_than_its_limit() -> None:
     assert request_of(settings, "cuda", 600.0, gpus=4).gpus == 4
     assert request_of(settings, "cpu", 600.0).gpus == 0
     assert request_of(ClusterSettings(gpus=2), "cpu", 600.0).gpus == 2
-
-
-def test_numbers_of_an_array() -> None:
-    assert _ranges([5, 0, 1, 2, 7, 8]) == "0-2,5,7-8"
 
 
 def test_what_slurm_says() -> None:

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from ...text import counted, duration, number, printable, share, shortened, size
+from ...text import counted, duration, number, printable, share, shortened, size, some_of
 from ..drawing.markdown import markdown_tables, markdown_text
 from ..drawing.tables import Table, digits, measures, table_of, words
 from .compare import FASTER, SLOWER, UNCLEAR, ComparedFigure, Comparison, Pair, Unmatched
@@ -88,8 +88,7 @@ _NAMES_SHOWN = 5
 
 
 def _names(names: Sequence[str]) -> str:
-    shown = ", ".join(shortened(name, LONGEST_NAME) for name in names[:_NAMES_SHOWN])
-    return shown + (f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else "")
+    return some_of([shortened(name, LONGEST_NAME) for name in names], _NAMES_SHOWN)
 
 
 def tables_of(comparison: Comparison) -> list[Table]:
@@ -190,7 +189,7 @@ def _steps(pair: Pair) -> str:
         ("B", pair.runs_b, pair.steps_b, pair.independent_steps_b),
     )
     return " ".join(
-        f"{side}: {'1 run' if runs == 1 else f'{runs} runs'}, {steps:,} steps after warm-up, "
+        f"{side}: {counted(runs, 'run')}, {steps:,} steps after warm-up, "
         f"as informative as {counted(round(independent), 'independent step')}."
         for side, runs, steps, independent in sides
     )

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 
 from ...errors import UsageError
-from ...text import on_one_line, shortened
+from ...text import on_one_line, ranges, shortened
 from .engine import ENGINE_JOB_VARIABLE, NODE_AGENT, submit_environment
 from .jobs import Batch, JobsFolder, JobState
 from .settings import ClusterSettings, Request
@@ -59,7 +59,7 @@ class Slurm:
         options = [
             "--parsable",
             f"--job-name={_job_name(batch)}",
-            f"--array={_ranges(numbers)}{'' if limit is None else f'%{limit}'}",
+            f"--array={','.join(ranges(numbers))}{'' if limit is None else f'%{limit}'}",
             f"--chdir={batch.working_folder}",
             f"--output={_output_pattern(jobs)}",
             "--open-mode=append",
@@ -142,17 +142,6 @@ def _output_pattern(jobs: JobsFolder) -> str:
 
 def _job_name(batch: Batch) -> str:
     return f"truemfu-{batch.id}"
-
-
-def _ranges(numbers: Iterable[int]) -> str:
-    """0,1,2,5 as 0-2,5."""
-    parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and parts[-1][1] == number - 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
 
 
 def _parse(answer: str | None) -> dict[str, JobState]:
