@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _FULL_WIDTH = 140
 _GAP = 3  # between columns
+_REDRAWS_PER_S = 4
 WIDEST_TABLE = 400
 """Some tables have sentences in the last column; a narrow window wraps them, nothing is truncated."""
 
@@ -153,10 +154,11 @@ def print_json(data: Any) -> None:
 def working(what: str) -> Iterator[Callable[[str], None] | None]:
     """A spinner on stderr during a long operation, and what changes its text; None without a terminal."""
     console = SafeConsole(stderr=True)
-    if not console.is_terminal:
+    # Colour can be forced without a terminal (CI); a dumb terminal cannot redraw.
+    if not (sys.stderr.isatty() and console.is_interactive):
         yield None
         return
-    with console.status(console.render_str(what)) as status:
+    with console.status(console.render_str(what), refresh_per_second=_REDRAWS_PER_S) as status:
         yield lambda text: status.update(console.render_str(text))
 
 

@@ -165,7 +165,7 @@ class ReadLog:
     is_cut_off: bool = False
     """It has no end: the run is in progress, or was killed."""
     unread: int = 0
-    """Rows that could not be read."""
+    """Rows that could not be read, and parts of the file that are none."""
     repeated: int = 0
     """Rows of a step that was logged again."""
     starts: list[LogRows] = field(default_factory=list)
