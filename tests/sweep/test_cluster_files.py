@@ -82,6 +82,28 @@ def test_what_slurm_says() -> None:
     assert (said["7_2"].reason, said["7_2"].cause) == ("OUT_OF_MEMORY (OutOfMemory)", "memory")
 
 
+@pytest.mark.parametrize(
+    ("squeue", "sacct", "over"),
+    [
+        ("echo '7_0|RUNNING|None'", "exit 1", {0: False, 1: True}),
+        ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", "exit 1", {0: True, 1: True}),
+        ("exit 0", "echo '7_1|COMPLETED|None'", {0: True, 1: True}),
+        ("echo 'Unable to contact slurm controller' >&2; exit 1", "exit 1", {}),
+        ("exit 1", "echo '7_1|TIMEOUT|None'", {1: True}),
+    ],
+)
+def test_a_job_is_over_if_slurm_answers_and_does_not_know_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, squeue: str, sacct: str, over: dict[int, bool]
+) -> None:
+    for name, script in (("squeue", squeue), ("sacct", sacct)):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    batch = msgspec.structs.replace(batch_of(tmp_path, ClusterSettings()), engine_job="7")
+    states = Slurm(ClusterSettings()).job_states(batch, JobsFolder(tmp_path), {0: None, 1: None})
+    assert {number: state.over for number, state in states.items()} == over
+
+
 @pytest.fixture
 def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[JobsFolder]:
     """The agent, called in this process, has signal handlers of its own."""
