@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
 import signal
@@ -12,11 +11,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from rich.console import Console
 from tests.command_line import Result, Run, caller
 
-from truemfu.cli.console import output
-from truemfu.cli.live import Lines, LiveTable, progress
+from truemfu.cli.console import output, working
+from truemfu.cli.live import Lines
 from truemfu.records import CaseResult, Phase, Status, SweepCase, SweepRecord, encode, write_record
 from truemfu.sweep.supervisor.state import CaseState
 
@@ -393,43 +391,36 @@ def test_an_experiment_that_destroys_the_folder_is_measured_and_the_exit_code_is
         assert any("could not be written: Not a directory" in note for note in summary["notes"])
 
 
-def drawn(table: LiveTable, console: Console) -> str:
-    with console.capture() as text:
-        console.print(table.draw())
-    return text.get()
+def running(slot: str, phase: Phase, elapsed_s: float) -> CaseState:
+    return CaseState(slot=slot, phase=phase, elapsed_s=elapsed_s, time_limit_s=900.0)
 
 
-def test_the_live_table_shows_phases_ends_and_the_time_left() -> None:
-    console = Console(file=io.StringIO(), force_terminal=True, width=140, height=40, color_system=None)
-    live = LiveTable(console)
+def test_a_terminal_shows_what_runs_and_the_time_left() -> None:
+    shown: list[str] = []
+    live = Lines(shown.append)
     names = [f"DPSGDTrainer_bs{batch}_seq512" for batch in (1, 2, 4)]
     live.started(names, [failed_result(names[0])])
-    live.changed(
-        names[1], CaseState(slot="gpu0", phase=Phase.GRADIENT_CHECK, elapsed_s=3.0, time_limit_s=900.0)
-    )
-    text = drawn(live, console)
-    assert "cuda_oom, reused" in text
-    assert "gate on gpu0" in text
-    assert "3 of 900 s" in text
-    assert "waits" in text
-    assert "1 of 3 done" in text
-    assert "left" not in text
+    live.changed(names[1], running("gpu0", Phase.GRADIENT_CHECK, 3.0))
+    assert shown.pop().splitlines() == [
+        "1 of 3 done",
+        "DPSGDTrainer_bs2_seq512: gate on gpu0, 3 of 900 s",
+    ]
     live.ended(failed_result(names[1]))
-    live.changed(names[2], CaseState(slot="gpu0", phase=Phase.TIMED, elapsed_s=20.0, time_limit_s=900.0))
-    assert "2 of 3 done, about 40 s left" in drawn(live, console)
+    live.changed(names[2], running("gpu0", Phase.TIMED, 20.0))
+    assert shown.pop().splitlines()[0] == "2 of 3 done, about 40 s left"
     live.ended(failed_result(names[2]))
-    assert drawn(live, console).rstrip().endswith("3 of 3 done")
+    assert shown.pop() == "3 of 3 done"
 
 
-def test_a_small_screen_shows_where_something_happens() -> None:
-    console = Console(file=io.StringIO(), force_terminal=True, width=140, height=12, color_system=None)
-    live = LiveTable(console)
+def test_of_many_running_experiments_the_first_are_shown() -> None:
+    shown: list[str] = []
+    live = Lines(shown.append)
     names = [f"DPSGDTrainer_bs{batch}_seq512" for batch in range(1, 41)]
     live.started(names, [])
-    live.changed(names[29], CaseState(slot="gpu0", phase=Phase.TIMED, elapsed_s=1.0, time_limit_s=9.0))
-    text = drawn(live, console)
-    assert "timed on gpu0" in text
-    assert text.count("DPSGDTrainer") == 6
+    for name in names:
+        live.changed(name, running("node", Phase.TIMED, 1.0))
+    lines = shown.pop().splitlines()
+    assert (len(lines), lines[-1]) == (10, "and 32 more")
 
 
 def test_an_experiment_begins_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -478,8 +469,8 @@ def test_where_nothing_can_be_drawn_anew_there_are_lines(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: "TERM" in environment)
-    with progress() as listener:
-        assert isinstance(listener, Lines)
+    with working("counting") as show:
+        assert show is None
 
 
 def test_a_dumb_terminal_cuts_no_table(

@@ -8,7 +8,7 @@ import warnings
 import pytest
 
 from truemfu.errors import TruemfuError, TruemfuWarning, UsageError, message_of, one_line, warn_once
-from truemfu.text import on_one_line, printable, shortened
+from truemfu.text import on_one_line, printable, ranges, shortened, some_of
 
 
 @pytest.mark.parametrize(
@@ -63,3 +63,13 @@ def test_errors_and_warnings_are_one_printable_line_of_bounded_length(text: str)
         warn_once(text)
     said.append(str(caught[0].message))
     assert all(line.isprintable() and 0 < len(line) <= 600 for line in said)
+
+
+def test_neighbours_are_a_range() -> None:
+    assert ranges([5, 0, 1, 2, 7, 8]) == ["0-2", "5", "7-8"]
+    assert ranges([]) == []
+
+
+def test_names_beyond_the_first_are_counted() -> None:
+    names = ["a", "b", "c"]
+    assert [some_of(names, most) for most in (1, 2, 3)] == ["a and 2 more", "a, b and 1 more", "a, b, c"]

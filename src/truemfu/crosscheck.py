@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from .text import some_of
+
 THRESHOLD = 0.1
 """Counters lag and count some elementwise work: a smaller difference is not reported."""
 
@@ -197,10 +199,9 @@ def _positive(value: float | None) -> bool:
 def _uncounted_kernels(check: CrossCheck, work: KnownWork) -> Iterator[Cause]:
     if work.uncounted:
         names = sorted(work.uncounted, key=lambda name: -work.uncounted[name])
-        more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
         yield Cause(
             key="uncounted",
-            sentence=f"operators without a formula do matrix work: {', '.join(names[:_NAMES_SHOWN])}{more}",
+            sentence=f"operators without a formula do matrix work: {some_of(names, _NAMES_SHOWN)}",
         )
 
 

@@ -30,7 +30,7 @@ from .text import shortened
 
 RECORD_VERSION = 1
 
-Record = TypeVar("Record", bound="_VersionedRecord")
+Record = TypeVar("Record", bound=msgspec.Struct)
 
 
 class _VersionedRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -602,7 +602,7 @@ def _checksum(content: dict[str, Any]) -> str:
 
 
 def read_record(path: Path, record_type: type[Record]) -> Record:
-    """Read one record from its file."""
+    """Read one record from its file; also one that is short-lived, and written without a version."""
     try:
         data = plain_files.read(path)
     except OSError as error:

@@ -9,6 +9,8 @@ Each is applied where text leaves the program, not where it comes in.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 UNKNOWN = "-"
 """An unknown figure in a table."""
 _KEPT = "\n\t"
@@ -62,6 +64,22 @@ def sentence(text: str) -> str:
 def counted(number: int, noun: str) -> str:
     """A number of things: `1 experiment`, `2 experiments`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def some_of(names: Sequence[str], most: int) -> str:
+    """The first names and the number of the others: `a, b and 3 more`."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
+
+
+def ranges(numbers: Iterable[int]) -> list[str]:
+    """Whole numbers in order, neighbours together: 0, 1, 2, 5 → `0-2`, `5`."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
 
 
 def percent_text(fraction: float) -> str:

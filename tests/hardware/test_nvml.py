@@ -25,10 +25,10 @@ from tests.hardware.fake_nvml import (
 from tests.hardware.recorded import EVERY_50_MS, MATMUL, played, rows_of, says_nothing, window_of
 
 import truemfu
-from truemfu.errors import CounterError, NvmlMissing, TruemfuWarning
+from truemfu.errors import CounterError, TruemfuWarning
 from truemfu.hardware.counters import gpm as gpm_module
 from truemfu.hardware.counters import nvml as nvml_module
-from truemfu.hardware.counters.nvml import NvmlSource, gpus_here
+from truemfu.hardware.counters.nvml import NvmlSource
 from truemfu.hardware.counters.sampler import Sampler
 from truemfu.hardware.counters.samples import ACTIVITIES, CounterSample, GpuInfo, GpuProcess
 
@@ -414,16 +414,6 @@ def test_no_driver_and_no_module_are_one_line(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "pynvml", None)
     with pytest.raises(CounterError, match=r"pip install 'truemfu\[nvidia\]'"):
         NvmlSource()
-
-
-def test_one_question_opens_nvml_and_closes_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    nvml = FakeNvml(gpus=2)
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    assert [(gpu.name, gpu.driver) for gpu in gpus_here()] == [("NVIDIA H200", "580.1")] * 2
-    assert (nvml.calls.count("nvmlInit"), nvml.calls.count("nvmlShutdown")) == (1, 1)
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    with pytest.raises(NvmlMissing):
-        gpus_here()
 
 
 def test_no_other_module_opens_nvml() -> None:

@@ -26,7 +26,7 @@ from truemfu.sweep.cases import cases_of
 from truemfu.sweep.config import override
 from truemfu.sweep.launchers.jobs import Batch, Claim, JobsFolder, JobState
 from truemfu.sweep.launchers.settings import TIME_MARGIN_S, ClusterSettings, request_of
-from truemfu.sweep.launchers.slurm import Slurm, _parse, _ranges
+from truemfu.sweep.launchers.slurm import Slurm, _parse
 from truemfu.sweep.order import WorkerOrder
 from truemfu.sweep.paths import SweepFolder
 from truemfu.sweep.supervisor.on_node import main as on_node
@@ -72,10 +72,6 @@ def test_an_experiment_requests_its_gpus_and_more_time_than_its_limit() -> None:
     assert request_of(ClusterSettings(gpus=2), "cpu", 600.0).gpus == 2
 
 
-def test_numbers_of_an_array() -> None:
-    assert _ranges([5, 0, 1, 2, 7, 8]) == "0-2,5,7-8"
-
-
 def test_what_slurm_says() -> None:
     said = _parse(
         "7_0|RUNNING|None\n7_1|CANCELLED by 0|None\n7_2|OUT_OF_MEMORY|OutOfMemory\n7_3|PENDING|BeginTime\n"
@@ -84,6 +80,28 @@ def test_what_slurm_says() -> None:
     assert [state.waits for state in said.values()] == [False, False, False, True]
     assert said["7_1"].reason == "CANCELLED by 0"
     assert (said["7_2"].reason, said["7_2"].cause) == ("OUT_OF_MEMORY (OutOfMemory)", "memory")
+
+
+@pytest.mark.parametrize(
+    ("squeue", "sacct", "over"),
+    [
+        ("echo '7_0|RUNNING|None'", "exit 1", {0: False, 1: True}),
+        ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", "exit 1", {0: True, 1: True}),
+        ("exit 0", "echo '7_1|COMPLETED|None'", {0: True, 1: True}),
+        ("echo 'Unable to contact slurm controller' >&2; exit 1", "exit 1", {}),
+        ("exit 1", "echo '7_1|TIMEOUT|None'", {1: True}),
+    ],
+)
+def test_a_job_is_over_if_slurm_answers_and_does_not_know_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, squeue: str, sacct: str, over: dict[int, bool]
+) -> None:
+    for name, script in (("squeue", squeue), ("sacct", sacct)):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    batch = msgspec.structs.replace(batch_of(tmp_path, ClusterSettings()), engine_job="7")
+    states = Slurm(ClusterSettings()).job_states(batch, JobsFolder(tmp_path), {0: None, 1: None})
+    assert {number: state.over for number, state in states.items()} == over
 
 
 @pytest.fixture

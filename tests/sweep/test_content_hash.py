@@ -9,7 +9,6 @@ import msgspec
 import pytest
 
 from truemfu.records import SweepCase
-from truemfu.sweep import content_hash as content_hash_module
 from truemfu.sweep.content_hash import content_hash, find_module, hashed_environment
 
 CASE = SweepCase(trainer="StandardTrainer", model="tiny", batch_size=2, seq_len=32)
@@ -67,17 +66,6 @@ def test_a_module_is_found_where_python_would_find_it() -> None:
     assert Path(spec.origin or "").name == "cases.py"
     assert find_module("truemfu.sweep.cases.below") is None
     assert find_module("no_such_module") is None
-
-
-def test_files_that_only_supervise_do_not_change_the_hash() -> None:
-    sweep = Path(content_hash_module.__file__).parent
-    hashed = set(content_hash_module._own_sources())
-    for name in content_hash_module._SUPERVISOR:
-        files = {sweep / name} if name.endswith(".py") else set((sweep / name).glob("*.py"))
-        assert files, name
-        assert all(file.is_file() for file in files), name
-        assert not files & hashed, name
-    assert sweep / "worker" / "measure.py" in hashed
 
 
 def test_a_peak_of_the_users_own_counts(monkeypatch: pytest.MonkeyPatch) -> None:

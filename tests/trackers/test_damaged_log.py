@@ -14,7 +14,7 @@ import pytest
 
 from truemfu.report.run.load import load_run
 from truemfu.trackers.file import JsonArrayFile
-from truemfu.trackers.log_scan import find_end
+from truemfu.trackers.log_scan import find_end, pieces_of
 
 FLIPS = 400
 
@@ -122,7 +122,7 @@ def find_end_of(path: Path) -> int:
     """How many whole rows there are."""
     file = os.open(path, os.O_RDONLY)
     try:
-        found = find_end(file)
+        found = find_end(pieces_of(file))
     finally:
         os.close(file)
     assert found is not None

@@ -28,7 +28,7 @@ from ..plain_files import read_given
 from ..records import write_record
 from .audit_progress import AuditProgress
 from .audit_tables import show_audit
-from .console import FilePath, debug_option, json_option, say
+from .console import FilePath, debug_option, json_option, say, working
 from .options import older_names
 
 _COUNT_FROM_START = 1000
@@ -180,19 +180,16 @@ def _run(call: list[str], log_file: Path, files: list[Path], *, from_start: bool
         raise UsageError(f"{error.filename} cannot be written: {error.strerror}") from None
     if not from_start:  # a step's count cannot be compared with all launches
         environment[COUNT_VARIABLE] = str(count_file.absolute())
-    progress = AuditProgress(log_file)
-    try:
+    with working("audit: no kernel profiled yet") as show:
         end = run_audited(
             call,
             environment=environment,
             count_file=count_file,
             keep_running=keep_running or from_start,
             stdout=_STDERR,
-            say=progress.say,
-            on_wait=progress.update,
+            say=lambda text: say(text, err=True),
+            on_wait=AuditProgress(log_file, show).update,
         )
-    finally:
-        progress.clear()
     return 0 if end.was_ended else end.code
 
 

@@ -17,8 +17,8 @@ from .console import (
     ignoring_closed_pipe,
     json_option,
     output,
+    print_tables,
     say,
-    table,
     write_text,
     writing,
 )
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from ..report.compare.compare import Comparison
 
 _BEYOND_LIMIT, _UNSURE = 1, 3
-_SUFFIXES = (".html", ".md", ".json")
 _WIDTH = 80
+_FORMATS = {".html": "html", ".md": "markdown", ".json": "json"}
 
 
 def _fraction(context: click.Context, param: click.Parameter, value: float | None) -> float | None:
@@ -104,24 +104,29 @@ def compare(
     """
     from ..report.compare.compare import compare as compare_sides
     from ..report.compare.load import load_side
-    from ..report.compare.texts import json_text, markdown
+    from ..report.compare.texts import WRITERS
     from ..report.folder import refuse_input
 
     if fail_if_unsure and max_regression is None:
         raise UsageError(
             "--fail-if-unsure needs --max-regression too: the slow-down that the data must be able to show"
         )
-    check_suffix(output_path, _SUFFIXES)
+    check_suffix(output_path, _FORMATS)
     sides = load_side(a), load_side(b)
     found = compare_sides(*sides, max_regression=max_regression, run_to_run=run_to_run)
     if output_path is not None:
         refuse_input(output_path, (file for side in sides for file in side.files), "comparison")
-        _write(output_path, found)
+        if output_path.suffix == ".html":
+            from ..report.compare.page import write_comparison_page
+
+            with writing(output_path):
+                write_comparison_page(output_path, found)
+        else:
+            write_text(output_path, WRITERS[_FORMATS[output_path.suffix]](found))
     with ignoring_closed_pipe():
-        if as_json or shown_as == "json":
-            say(json_text(found), nl=False)
-        elif shown_as == "markdown":
-            say(markdown(found), nl=False)
+        shown_as = "json" if as_json else shown_as
+        if shown_as in WRITERS:
+            say(WRITERS[shown_as](found), nl=False)
         else:
             _show(found)
     if not found.is_within_limit:
@@ -131,35 +136,13 @@ def compare(
 
 
 def _show(found: Comparison) -> None:
-    """Tables for a terminal of 80 columns or more; long names are folded."""
     from ..report.compare.texts import conclusion, remarks, sides_of, tables_of
 
     console = output(_WIDTH)
     for line in sides_of(found):
         console.print(on_one_line(line))
-    for text in tables_of(found):
-        console.print()
-        drawn = table(*text.labels, title=text.title)
-        for column in drawn.columns:
-            column.no_wrap = False
-            column.overflow = "fold"
-        for row in text.texts:
-            drawn.add_row(*map(on_one_line, row))
-        console.print(drawn)
-        if text.sentence:
-            console.print(text.sentence, style="dim")
     console.print()
+    print_tables(console, tables_of(found))
     for remark in remarks(found):
         console.print(f"note: {on_one_line(remark)}")
     console.print(on_one_line(conclusion(found)), style="bold")
-
-
-def _write(path: Path, found: Comparison) -> None:
-    from ..report.compare.page import write_comparison_page
-    from ..report.compare.texts import json_text, markdown
-
-    if path.suffix == ".html":
-        with writing(path):
-            write_comparison_page(path, found)
-    else:
-        write_text(path, markdown(found) if path.suffix == ".md" else json_text(found))

@@ -11,10 +11,10 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 import click
 from rich import box
@@ -24,11 +24,15 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import UsageError
-from ..text import UNKNOWN, printable
+from ..text import UNKNOWN, on_one_line, printable
+
+if TYPE_CHECKING:
+    from ..report.drawing.tables import Table as ReportTable
 
 _PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _FULL_WIDTH = 140
 _GAP = 3  # between columns
+_REDRAWS_PER_S = 4
 WIDEST_TABLE = 400
 """Some tables have sentences in the last column; a narrow window wraps them, nothing is truncated."""
 
@@ -150,10 +154,11 @@ def print_json(data: Any) -> None:
 def working(what: str) -> Iterator[Callable[[str], None] | None]:
     """A spinner on stderr during a long operation, and what changes its text; None without a terminal."""
     console = SafeConsole(stderr=True)
-    if not console.is_terminal:
+    # Colour can be forced without a terminal (CI); a dumb terminal cannot redraw.
+    if not (sys.stderr.isatty() and console.is_interactive):
         yield None
         return
-    with console.status(console.render_str(what)) as status:
+    with console.status(console.render_str(what), refresh_per_second=_REDRAWS_PER_S) as status:
         yield lambda text: status.update(console.render_str(text))
 
 
@@ -170,6 +175,18 @@ def table(*columns: str, title: str | None = None) -> Table:
     for index, column in enumerate(columns):
         result.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
     return result
+
+
+def print_tables(console: Console, tables: Iterable[ReportTable]) -> None:
+    """The tables of a report, each with its title and the sentence that explains it."""
+    for text in tables:
+        drawn = table(*text.labels, title=text.title)
+        for row in text.texts:
+            drawn.add_row(*map(on_one_line, row))
+        console.print(drawn)
+        if text.sentence:
+            console.print(text.sentence, style="dim")
+        console.print()
 
 
 def table_width(drawn: Table) -> int:

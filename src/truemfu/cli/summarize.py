@@ -16,8 +16,8 @@ from .console import (
     debug_option,
     json_option,
     output,
+    print_tables,
     say,
-    table,
     write_text,
 )
 from .options import format_option
@@ -85,14 +85,7 @@ def show_summary(summary: SweepSummary) -> None:
     from ..report.sweep.texts import context_lines, failure_texts, headline, tables_of
 
     console = output(WIDEST_TABLE)
-    for text in tables_of(summary):
-        drawn = table(*text.labels, title=text.title)
-        for row in text.texts:
-            drawn.add_row(*map(on_one_line, row))
-        console.print(drawn)
-        if text.sentence:
-            console.print(text.sentence, style="dim", soft_wrap=True)
-        console.print()
+    print_tables(console, tables_of(summary))
     for line, log in failure_texts(summary):
         console.print(on_one_line(line), style="red", soft_wrap=True)
         for entry in log[-_SHOWN_LOG_LINES:]:

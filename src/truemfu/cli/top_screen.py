@@ -15,7 +15,7 @@ from ..hardware.counters.executed import CYCLE_COUNTERS, DRIVER, counted_clock_h
 from ..hardware.counters.sampler import Health
 from ..hardware.counters.samples import CounterWindow, GpuInfo, GpuProcess
 from ..hardware.detect import find_spec, override_flops_per_s
-from ..text import UNKNOWN, on_one_line
+from ..text import UNKNOWN, counted, on_one_line, ranges
 from ..utilization import ratio
 from .console import percent
 
@@ -35,7 +35,7 @@ _COLUMNS = (
 # Columns that are dropped first in a narrow window: nothing is truncated.
 _DISPENSABLE = ("processes", "TFLOP/s", "memory GiB", "power W", "DRAM", "reported MHz")
 _TEXT_COLUMNS = ("GPU", "processes")
-_GAPS = ("   ", "  ")
+_GAP = "  "
 _PROCESSES_SHOWN = 2
 NOT_HELD_BACK = ("gpu_idle",)
 """Throttle reasons of the driver that cost nothing."""
@@ -103,9 +103,9 @@ def screen(all_readings: Sequence[Reading], width: int | None = None, *, with_dr
     1 % of a core.
     """
     rows = [dict(zip(_COLUMNS, map(on_one_line, _cells(reading)), strict=True)) for reading in all_readings]
-    widths, gap = _layout(rows, width)
-    titles = _line({column: column for column in widths}, widths, gap)
-    lines = [_line(row, widths, gap) for row in rows]
+    widths = _layout(rows, width)
+    titles = _line({column: column for column in widths}, widths)
+    lines = [_line(row, widths) for row in rows]
     rule = "─" * max(map(cell_len, (titles, *lines)))
     all_notes = _notes(all_readings, with_dropped)
     notes = [part for note in all_notes for part in _wrapped(on_one_line(note), width)]
@@ -115,29 +115,24 @@ def screen(all_readings: Sequence[Reading], width: int | None = None, *, with_dr
     return text
 
 
-def _layout(rows: Sequence[Mapping[str, str]], width: int | None) -> tuple[dict[str, int], str]:
-    """The columns that fit, their widths, and the gap between them: a smaller gap before fewer columns."""
+def _layout(rows: Sequence[Mapping[str, str]], width: int | None) -> dict[str, int]:
+    """The columns that fit, and their widths."""
     widths = {
         column: max(cell_len(text) for text in (column, *(r[column] for r in rows))) for column in _COLUMNS
     }
-    if width is None:
-        return widths, _GAPS[0]
-    for column in (*_DISPENSABLE, None):
-        for gap in _GAPS:
-            if sum(widths.values()) + len(gap) * (len(widths) - 1) <= width:
-                return widths, gap
-        if column is not None:
+    for column in _DISPENSABLE:
+        if width is not None and sum(widths.values()) + len(_GAP) * (len(widths) - 1) > width:
             del widths[column]
-    return widths, _GAPS[-1]
+    return widths
 
 
-def _line(row: Mapping[str, str], widths: Mapping[str, int], gap: str) -> str:
+def _line(row: Mapping[str, str], widths: Mapping[str, int]) -> str:
     """Text to the left, numbers to the right."""
     cells = []
     for column, width in widths.items():
         blank = " " * (width - cell_len(row[column]))
         cells.append(row[column] + blank if column in _TEXT_COLUMNS else blank + row[column])
-    return gap.join(cells).rstrip()
+    return _GAP.join(cells).rstrip()
 
 
 def _wrapped(note: str, width: int | None) -> list[str]:
@@ -189,7 +184,7 @@ def _notes_of(reading: Reading, with_dropped: bool) -> Iterator[str]:
     ]
     if held:
         yield f"clock throttled by {', '.join(held)}"
-    dropped = f"{health.dropped} interval{'' if health.dropped == 1 else 's'} dropped"
+    dropped = f"{counted(health.dropped, 'interval')} dropped"
     if health.fault is not None:
         yield f"{health.fault} ({dropped})"
     elif reading.gpu.no_gpm_reason is not None:
@@ -202,14 +197,7 @@ def _notes_of(reading: Reading, with_dropped: bool) -> Iterator[str]:
 
 def _gpus(indices: Sequence[int]) -> str:
     """`GPU 3`, or `GPUs 0-2, 5`."""
-    runs: list[list[int]] = []
-    for index in indices:
-        if runs and index == runs[-1][-1] + 1:
-            runs[-1].append(index)
-        else:
-            runs.append([index])
-    ranges = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
-    return f"GPU{'s' if len(indices) > 1 else ''} {ranges}"
+    return f"GPU{'s' if len(indices) > 1 else ''} {', '.join(ranges(indices))}"
 
 
 def _processes(found: tuple[GpuProcess, ...] | None) -> str:

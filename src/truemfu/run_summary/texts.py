@@ -143,7 +143,9 @@ def _figures(run: RunResults) -> list[Figure]:
     no_forward = "no forward pass was seen"
     return [
         _figure("step, median", duration, summary.median_step_time_s, summary.medians_over, _NOT_TIMED),
-        _figure("MFU, median", share, summary.median_mfu, _mfu_remark(summary), why_not),
+        _figure(
+            "MFU, median", lambda _: mfu_text(summary), summary.median_mfu, _mfu_remark(summary), why_not
+        ),
         *[
             Figure(label=f"MFU of {name}, median", value=share(mfu), remark="its part of the MFU", number=mfu)
             for name, mfu in summary.median_mfu_by_model.items()
@@ -152,12 +154,18 @@ def _figures(run: RunResults) -> list[Figure]:
         *_estimate(summary),
         _figure(
             "model FLOP/s, median",
-            _tflop_rate,
+            lambda tflops: flop_rate(1e12 * tflops) + estimate_mark(summary),
             summary.median_tflops_per_gpu,
             _rate_remark(summary),
             why_no_rate,
         ),
-        _figure("HFU, median", share, summary.median_hfu, f"the executed work, {executed_by}", why_no_hfu),
+        _figure(
+            "HFU, median",
+            lambda _: hfu_text(summary),
+            summary.median_hfu,
+            f"the executed work, {executed_by}",
+            why_no_hfu,
+        ),
         _figure("tokens/s", number, rate, scope, _NO_TOKENS),
         _figure("samples/s", number, samples, scope, "no batch was seen"),
         _figure("padding", share, summary.padding_lost, "of all tokens", "no attention mask was seen"),
@@ -474,10 +482,6 @@ def _clock(hertz: float) -> str:
 def _energy(joules: float) -> str:
     size, unit = next(((size, unit) for size, unit in ((1e6, "MJ"), (1e3, "kJ")) if joules >= size), (1, "J"))
     return f"{joules / size:,.4g} {unit}"
-
-
-def _tflop_rate(tflops: float) -> str:
-    return flop_rate(1e12 * tflops)
 
 
 def _ratio(value: float) -> str:

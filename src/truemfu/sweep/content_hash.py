@@ -3,7 +3,7 @@
     the case ─┐
     versions of Python, torch, Opacus, transformers, truemfu ─┤
     the device's name, the memory limit, environment variables ─┼─► SHA-256
-    truemfu's own sources that measure and count ─┤
+    truemfu's own sources ─┤
     the user's own trainer, factory or configuration file ─┘
 
 Nothing is imported: versions come from the metadata of installed packages, modules are only located.
@@ -30,21 +30,6 @@ from ..provenance import installed_version
 from ..records import SweepCase
 
 _PACKAGES = ("torch", "opacus", "transformers")
-
-# The code that a measurement runs; the supervisor's files do not affect a figure.
-_SOURCES = (
-    "sweep",
-    "private",
-    "flops",
-    "hardware",
-    "monitor/timing/clock.py",
-    "utilization.py",
-    "convention.py",
-)
-_SUPERVISOR = {
-    *("config.py", "cases.py", "paths.py", "folder_claim.py", "gpus.py", "content_hash.py"),
-    *("supervisor", "launchers"),
-}
 
 
 def find_module(name: str) -> ModuleSpec | None:
@@ -93,7 +78,7 @@ def hashed_environment(device_name: str, memory_limit_bytes: int | None) -> dict
         "python": platform.python_version(),
         "versions": {"truemfu": __version__, **versions},
         "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
-        "sources": _digest(_own_sources()),
+        "sources": _digest(sorted(Path(__file__).parents[1].rglob("*.py"))),
     }
 
 
@@ -112,16 +97,6 @@ def _files_of(name: str) -> list[Path]:
     module, colon, _ = name.partition(":")
     spec = find_module(module) if colon else None
     return [Path(spec.origin)] if spec is not None and spec.origin else []
-
-
-def _own_sources() -> list[Path]:
-    package = Path(__file__).parent.parent
-    found: list[Path] = []
-    for source in _SOURCES:
-        path = package / source
-        found += sorted(path.rglob("*.py")) if path.is_dir() else [path]
-    supervisor = {package / "sweep" / name for name in _SUPERVISOR}
-    return [file for file in found if not supervisor & {file, file.parent}]
 
 
 def _digest(files: list[Path]) -> str:

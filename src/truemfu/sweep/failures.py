@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import one_line, text_of
-from ..records import Phase, Status
+from ..records import OUT_OF_MEMORY, Phase, Status
 from .order import Progress, last_phase
 from .trainers.base import Unsupported
 from .worker.memory_limit import is_limited
@@ -69,7 +69,7 @@ def status_of(error: BaseException) -> tuple[Status, str]:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the GPU or the host ran out of memory."""
-    return any(_is_cuda_oom(cause) or _is_host_oom(cause) for cause in _with_causes(error))
+    return status_of(error)[0] in OUT_OF_MEMORY
 
 
 def status_of_exit(end: WorkerEnd, log_tail: Sequence[str], folder: Path) -> tuple[Status, str]:

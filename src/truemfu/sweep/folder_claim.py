@@ -212,12 +212,10 @@ def _joined(
     axes = {key: _union(recorded_axes[key], new[key]) for key in _AXES}
     covers_both = {**new, "parallel": here or there}
     joined = msgspec.convert({**covers_both, **axes}, SweepConfig)
-    together = cases_of(joined, config.device)
     recorded_cases = cases_of(msgspec.convert({**covers_both, **recorded_axes}, SweepConfig), config.device)
-    for name, case in recorded_cases.items() | cases.items():
-        if together.get(name) != case:
-            differing = together[name].trainer if name in together else "none"
-            raise _another_sweep(folder, f"trainer of {name}", differing, case.trainer)
+    for name, case in cases.items():
+        if recorded_cases.get(name, case) != case:  # two trainers of one name
+            raise _another_sweep(folder, f"trainer of {name}", recorded_cases[name].trainer, case.trainer)
     return joined
 
 

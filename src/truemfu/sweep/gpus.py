@@ -1,8 +1,8 @@
 """Which device experiments run on, and the GPUs of this machine, without torch and without a CUDA context.
 
-The supervisor must start fast and must never hold GPU memory, so it queries the driver: NVML where
-nvidia-ml-py is installed, else the `nvidia-smi` tool, else the device files alone. An existing
-CUDA_VISIBLE_DEVICES is respected: its entries, as written, are the visible GPUs.
+The supervisor must start fast and must never hold GPU memory, so it asks the driver's tool, `nvidia-smi`, or
+without it looks at the device files. An existing CUDA_VISIBLE_DEVICES is respected: its entries, as written,
+are the visible GPUs.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from ..errors import CounterError, UsageError
-from ..hardware.counters.nvml import gpus_here
+from ..errors import UsageError
 from .config import SweepConfig
 
 _ASK_TIMEOUT_S = 30.0
@@ -94,10 +93,7 @@ def device_name(device: str) -> str:
 
 def _names() -> list[str]:
     """The name of each GPU in this machine, in the order of the PCI bus."""
-    try:
-        return [gpu.name for gpu in gpus_here()]
-    except CounterError:  # the Python package or the driver is missing
-        names = _names_by_tool()
+    names = _names_by_tool()
     if names is None:
         names = ["NVIDIA GPU" for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()]
     return names
@@ -116,11 +112,9 @@ def _names_by_tool() -> list[str] | None:
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return (
-        [line.strip() for line in answer.stdout.splitlines() if line.strip()]
-        if answer.returncode == 0
-        else None
-    )
+    if answer.returncode != 0:
+        return None
+    return [line.strip() for line in answer.stdout.splitlines() if line.strip()]
 
 
 def cpu_name() -> str:

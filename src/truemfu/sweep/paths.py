@@ -23,7 +23,6 @@ from pathlib import Path
 import msgspec
 
 from .. import plain_files
-from ..errors import RecordError, one_line
 from ..records import SweepCase
 
 RECORD_FILE = "sweep.json"
@@ -40,16 +39,6 @@ class RunningCase(msgspec.Struct, frozen=True, kw_only=True):
     began_at_s: float
     content_hash: str
     case: SweepCase
-
-
-def read_marker(path: Path) -> RunningCase:
-    """The running experiment of a marker; a RecordError if it is not one."""
-    try:
-        return msgspec.json.decode(plain_files.read(path), type=RunningCase)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RecordError(
-            f"{path} is not a valid marker of a running experiment: {one_line(error)}"
-        ) from error
 
 
 class SweepFolder:

@@ -46,7 +46,7 @@ ANSWER_NAME = "TRUEMFU_SWEEP_ANSWER"
 """The worker's descriptor of an unnamed file: what it writes there becomes `WorkerProcess.answer`."""
 GRACE_S = 5.0
 
-_POLL_INTERVAL_S = 0.05
+_KILL_POLL_INTERVAL_S = 0.01
 _HURRY_POLL_INTERVAL_S = 0.1
 _KILL_TIMEOUT_S = 10.0
 _PROC = Path("/proc")
@@ -184,7 +184,7 @@ def kill_leftovers(token: str) -> list[int]:
                 os.kill(pid, signal.SIGKILL)
         if time.monotonic() > until:
             return found
-        time.sleep(_POLL_INTERVAL_S / 5)
+        time.sleep(_KILL_POLL_INTERVAL_S)
     return []
 
 

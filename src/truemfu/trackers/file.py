@@ -37,7 +37,7 @@ import msgspec
 from .. import plain_files
 from ..errors import one_line, warn_once
 from .base import WriteLater, known
-from .log_scan import find_end, rows_of_damaged
+from .log_scan import find_end, pieces_of, rows_of_damaged
 
 _OPENING = b"["
 _CLOSING = b"\n]\n"
@@ -219,7 +219,7 @@ class JsonArrayFile:
 
     def _continue(self) -> None:
         """Find the position of the next row; a damaged file is repaired or renamed."""
-        found = find_end(self._fd)
+        found = find_end(pieces_of(self._fd))
         if found is None:
             self._keep_complete_rows()
             return
@@ -239,7 +239,7 @@ class JsonArrayFile:
         try:
             with open(repaired, "xb") as file:
                 file.write(_OPENING)
-                for row in rows_of_damaged(self._fd):
+                for row in rows_of_damaged(pieces_of(self._fd)):
                     if row is None:
                         damaged += 1
                         continue

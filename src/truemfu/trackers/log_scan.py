@@ -6,7 +6,7 @@
     ]
 
 The file may have any size and content, and is read in the training process: the memory in use is bounded. A
-row is a JSON object that begins with an integer `global_step`.
+row is a JSON object that begins with an integer `global_step`. A report reads a damaged log in the same way.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Iterable, Iterator
+from itertools import chain, pairwise
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -41,10 +41,18 @@ class LastRow(NamedTuple):
     rows: int
 
 
-def find_end(fd: int) -> LastRow | None:
+def pieces_of(fd: int) -> Iterator[bytes]:
+    """A file in pieces, from its begin."""
+    at = 0
+    while piece := os.pread(fd, _PIECE, at):
+        at += len(piece)
+        yield piece
+
+
+def find_end(pieces: Iterable[bytes]) -> LastRow | None:
     """The end of a log that is valid except for a partial last row; None if it is damaged."""
     at, rows, before = 0, 0, b""
-    for part in _parts(fd):
+    for part in _parts(pieces):
         if part.row is not None:
             if before.strip(_BLANK) != (b"," if rows else b"["):
                 return None
@@ -56,9 +64,9 @@ def find_end(fd: int) -> LastRow | None:
     return LastRow(at, rows) if end.fullmatch(before.strip(_BLANK)) else None
 
 
-def rows_of_damaged(fd: int) -> Iterator[bytes | None]:
+def rows_of_damaged(pieces: Iterable[bytes]) -> Iterator[bytes | None]:
     """The rows of a damaged log, each on one line; None for each part that is not a row."""
-    for part in _parts(fd):
+    for part in _parts(pieces):
         if part.row is not None:
             yield part.row
         if part.rest.strip(_OUTSIDE_ROWS):
@@ -73,11 +81,10 @@ class _Part(NamedTuple):
     rest: bytes
 
 
-def _parts(fd: int) -> Iterator[_Part]:
+def _parts(pieces: Iterable[bytes]) -> Iterator[_Part]:
     """The file in parts: a row and what follows it; what is before the first row is one too."""
-    at, buffer, piece = 0, b"", b"\0"
-    while piece:
-        piece = os.pread(fd, _PIECE, at + len(buffer))
+    at, buffer = 0, b""
+    for piece in chain(pieces, [b""]):
         buffer += piece
         begins = [found.start() for found in _ROW_BEGINS.finditer(buffer)]
         is_all = not piece or len(buffer) >= _LONGEST_ROW

@@ -92,7 +92,7 @@ def test_a_log_that_was_cut_off_gives_its_whole_rows(tmp_path: Path, lost_bytes:
 
 @pytest.mark.parametrize(
     ("damage", "unread"),
-    [(b"\xff\xfe nonsense", 0), (b'{"global_step": "x"},', 1), (b"{" * 200_000, 1), (b"\0" * 999, 0)],
+    [(b"\xff\xfe nonsense", 1), (b'{"global_step": "x"},', 1), (b"{" * 200_000, 1), (b"\0" * 999, 0)],
 )
 def test_a_damaged_line_costs_no_other(tmp_path: Path, damage: bytes, unread: int) -> None:
     path = write_log(tmp_path, [row(step, 1.0) for step in range(1, 31)])

@@ -1,8 +1,5 @@
 """The only module that opens NVML, NVIDIA's driver library: its calls turned into `CounterSample`.
 
-    NvmlSource          every GPU, read repeatedly
-    gpus_here           their names and driver; NVML is only open during it
-
 No root, no daemon, no CUDA context: the library that nvidia-smi uses, whose calls release the GIL. A value
 that a GPU or driver does not support is queried once and None from then on; any other error (a GPU off the
 bus, a driver that is being replaced) fails that one read.
@@ -291,15 +288,6 @@ class _Gpu:
 
     def _failed(self, what: str, problem: Any) -> CounterError:
         return CounterError(f"GPU {self._index} ({self._info.name}): {what}: {problem}")
-
-
-def gpus_here() -> Sequence[GpuInfo]:
-    """The GPUs of this machine, in the order of the PCI bus; a CounterError if NVML fails."""
-    source = NvmlSource(energy=False)
-    try:
-        return source.gpus()
-    finally:
-        source.close()
 
 
 def _module() -> Any:

@@ -13,7 +13,7 @@ deviation between runs; with four runs in all it is measured.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from statistics import geometric_mean
 from typing import Literal
 
@@ -21,6 +21,7 @@ import msgspec
 
 from ...errors import UsageError
 from ...run_summary.texts import PARTLY_ESTIMATED
+from ...text import some_of
 from .intervals import FEWEST_STEPS, Estimate, mean_of, median_of, ratio_of, shows_run_to_run
 from .load import (
     MeasuredRun,
@@ -177,7 +178,8 @@ def _groups(first: Side, second: Side) -> list[_Group]:
         if not groups:
             raise UsageError(
                 f"cannot compare: no experiment succeeded in both {first.path} and {second.path}; "
-                f"A has {_some(first.experiments)}, B has {_some(second.experiments)}"
+                f"A has {some_of([*first.experiments], _NAMES_SHOWN) or 'none'}, "
+                f"B has {some_of([*second.experiments], _NAMES_SHOWN) or 'none'}"
             )
         if any(map(_is_long_enough, groups)):  # the others are listed as not compared
             groups = list(filter(_is_long_enough, groups))
@@ -191,12 +193,6 @@ def _groups(first: Side, second: Side) -> list[_Group]:
 
 
 _NAMES_SHOWN = 3
-
-
-def _some(names: Collection[str]) -> str:
-    shown = list(names)[:_NAMES_SHOWN]
-    more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
-    return ", ".join(shown) + more if shown else "none"
 
 
 def _is_long_enough(group: _Group) -> bool:

@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...errors import UsageError
-from ...records import CaseResult, RunRecord, Status
+from ...records import RunRecord, Status
 from ...run_summary.texts import estimate_mark, shapes_text
 from ...sweep.paths import RECORD_FILE
 from ...utilization import share_of_peak
 from ..folder import run_or_sweep
 from ..run.load import holds_run, load_run
 from ..sweep.load import LoadedSweep, SweepEntry
+from ..sweep.summary import peak_memory
 from .step_series import StepSeries, StepSize, series_of
 
 
@@ -152,7 +153,7 @@ def _experiment(path: Path, entry: SweepEntry) -> MeasuredRun | str:
             tokens=StepSize(median=tokens, low=tokens, high=tokens),
             samples=StepSize(median=samples, low=samples, high=samples),
             peak_flops_per_s=peak,
-            peak_memory_bytes=_memory(result),
+            peak_memory_bytes=peak_memory(result)[0],
         ),
         facts={
             "device": None if environment is None else environment.device_name,
@@ -171,13 +172,6 @@ def _experiment(path: Path, entry: SweepEntry) -> MeasuredRun | str:
         peak_source=None if flops is None else flops.peak_source,
         is_on_cpu=case.device == "cpu",
     )
-
-
-def _memory(result: CaseResult) -> int | None:
-    if result.memory is None:
-        return None
-    on_gpu = result.memory.allocated_bytes
-    return result.memory.process_bytes if on_gpu is None else on_gpu
 
 
 def refuse_if_different(first: MeasuredRun, second: MeasuredRun) -> None:

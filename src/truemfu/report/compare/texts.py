@@ -6,11 +6,12 @@ Comparison ─► conclusion, tables_of, remarks ─► terminal (cli/compare.py
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import msgspec
 
-from ...text import counted, duration, number, printable, share, shortened, size
+from ...text import counted, duration, number, printable, share, shortened, size, some_of
 from ..drawing.markdown import markdown_tables, markdown_text
 from ..drawing.tables import Table, digits, measures, table_of, words
 from .compare import FASTER, SLOWER, UNCLEAR, ComparedFigure, Comparison, Pair, Unmatched
@@ -87,8 +88,7 @@ _NAMES_SHOWN = 5
 
 
 def _names(names: Sequence[str]) -> str:
-    shown = ", ".join(shortened(name, LONGEST_NAME) for name in names[:_NAMES_SHOWN])
-    return shown + (f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else "")
+    return some_of([shortened(name, LONGEST_NAME) for name in names], _NAMES_SHOWN)
 
 
 def tables_of(comparison: Comparison) -> list[Table]:
@@ -189,7 +189,7 @@ def _steps(pair: Pair) -> str:
         ("B", pair.runs_b, pair.steps_b, pair.independent_steps_b),
     )
     return " ".join(
-        f"{side}: {'1 run' if runs == 1 else f'{runs} runs'}, {steps:,} steps after warm-up, "
+        f"{side}: {counted(runs, 'run')}, {steps:,} steps after warm-up, "
         f"as informative as {counted(round(independent), 'independent step')}."
         for side, runs, steps, independent in sides
     )
@@ -239,6 +239,11 @@ def markdown(comparison: Comparison) -> str:
 
 def json_text(comparison: Comparison) -> str:
     return printable(msgspec.json.format(msgspec.json.encode(comparison), indent=2).decode()) + "\n"
+
+
+WRITERS: Mapping[str, Callable[[Comparison], str]] = MappingProxyType(
+    {"json": json_text, "markdown": markdown}
+)
 
 
 def sides_of(comparison: Comparison) -> list[str]:

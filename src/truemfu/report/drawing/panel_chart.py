@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from .line_chart import SIDE, Axis, values_axis
 from .tables import Cell, Column, Table
 
-MOST_PANELS = 36
 _SHIFTED = 0.25
 
 
@@ -54,8 +53,6 @@ class PanelChart:
     panels: Sequence[Panel]
     y: Axis
     table: Table
-    left_out: int
-    """Panels that are not drawn; the table has their values."""
 
     def points(self, one: PanelSeries, panel: Panel) -> Iterator[tuple[int, Spread, bool]]:
         """Each value with its place from the left, and whether it follows the one before without a gap.
@@ -107,10 +104,9 @@ def panel_chart(
         unit=unit,
         x_label=x_label,
         series=shown,
-        panels=drawn[:MOST_PANELS],
+        panels=drawn,
         y=values_axis([end for spread in every for end in (spread.low, spread.high)], True, False),
         table=Table(title=title, columns=columns, rows=rows, places=places),
-        left_out=max(0, len(drawn) - MOST_PANELS),
     )
 
 

@@ -10,16 +10,17 @@ readable is read, and `notes` names the rest. The files may have been copied fro
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from ...errors import RecordError, UsageError
+from ...plain_files import read_end
 from ...records import LOG_FILE, RUN_FILE, RunRecord, read_record
+from ...trackers.log_scan import rows_of_damaged
 from .job import Job, job_of, positions_of
 from .log_rows import LogRows, ReadLog, read_log
 from .ranks import RanksOfRun, load_ranks
@@ -84,7 +85,7 @@ def load_run(folder: Path | str) -> LoadedRun:
     elif summary.ended_by is not None:
         notes.append(f"The run was ended by {summary.ended_by}.")
     log_name = _log_name(record)
-    log = _log(folder / log_name, record, notes=notes)
+    log = _log(folder / log_name, record, notes)
     rows = log.rows
     if record is None and not rows:
         raise UsageError(
@@ -102,7 +103,7 @@ def load_run(folder: Path | str) -> LoadedRun:
         record=record,
         rows=rows,
         ranks=ranks,
-        last_window=_last_window(log.last_with),
+        last_window=_last_window(folder / log_name) if summary is None else None,
         job=None if record is None else job_of(record.starts, log.starts, _written_at_s(folder / log_name)),
         notes=tuple(notes),
     )
@@ -123,12 +124,10 @@ def _record(path: Path) -> tuple[RunRecord | None, str | None]:
         return None, f"The run file {error}".replace(str(path), path.name)
 
 
-def _log(path: Path, record: RunRecord | None, *, notes: list[str]) -> ReadLog:
-    """The rows of the log by step, and without a summary the last one with values of counters."""
-    has_summary = record is not None and record.summary is not None
-    starts_at = positions_of([] if record is None else record.starts)
+def _log(path: Path, record: RunRecord | None, notes: list[str]) -> ReadLog:
+    """The rows of the log by step."""
     try:
-        log = read_log(path, None if has_summary else _OF_COUNTERS, starts_at)
+        log = read_log(path, positions_of([] if record is None else record.starts))
     except OSError as error:
         notes.append(f"The log {path.name} cannot be read, so there are no charts: {error.strerror}.")
         return ReadLog()
@@ -158,17 +157,25 @@ _OF_COUNTERS = re.compile(
     rb'"perf/(loss/|executed_|energy_j_per_|sm_clock_mhz"|power_w"|(tensor|sm|dram)_active")'
 )
 _NO_NUMBER = 1e300
+_END_BYTES = 16 << 20
 
 
-def _last_window(found: tuple[int, bytes] | None) -> LastWindow | None:
-    if found is None:
+def _last_window(log: Path) -> LastWindow | None:
+    """The last row with values of counters, near the end of the log."""
+    try:
+        rows = rows_of_damaged([read_end(log, _END_BYTES)[0]])
+    except OSError:  # `_log` reports it
         return None
-    step, row = found
-    values: dict[str, Any] = msgspec.json.decode(row, type=dict[str, Any])
+    row = next(filter(_OF_COUNTERS.search, reversed(list(filter(None, rows)))), None)
+    if row is None:
+        return None
+    values: dict[str, Any] = json.loads(row)
     metrics = {
         name: float(value)
         for name, value in values.items()
         if name.startswith("perf/") and type(value) in (int, float) and abs(value) < _NO_NUMBER
     }
     source = values.get("perf/clock_source")
-    return LastWindow(step=step, metrics=metrics, clock_source=source if isinstance(source, str) else None)
+    return LastWindow(
+        step=values["global_step"], metrics=metrics, clock_source=source if isinstance(source, str) else None
+    )

@@ -25,6 +25,7 @@ from typing import Annotated, Any
 import msgspec
 
 from ...plain_files import open_plain
+from ...trackers.log_scan import rows_of_damaged
 
 PAUSES = {
     "evaluation": "evaluation_s",
@@ -34,7 +35,6 @@ PAUSES = {
 }
 """What may run without belonging to a step, and the value of a row with its seconds."""
 _BLOCK_BYTES = 1 << 20
-_NEWEST_BLOCKS = 16
 _UNKNOWN = math.nan
 
 
@@ -165,11 +165,9 @@ class ReadLog:
     is_cut_off: bool = False
     """It has no end: the run is in progress, or was killed."""
     unread: int = 0
-    """Rows that could not be read."""
+    """Rows that could not be read, and parts of the file that are none."""
     repeated: int = 0
     """Rows of a step that was logged again."""
-    last_with: tuple[int, bytes] | None = None
-    """Step and JSON of the last row that the given pattern was found in, near the end of the log."""
     starts: list[LogRows] = field(default_factory=list)
     """The rows of each start of the run, if it was asked for; a step may be in several."""
 
@@ -182,13 +180,12 @@ class ReadLog:
         return len(self.rows) + self.repeated
 
 
-def read_log(path: Path, pattern: re.Pattern[bytes] | None = None, starts_at: Sequence[int] = ()) -> ReadLog:
+def read_log(path: Path, starts_at: Sequence[int] = ()) -> ReadLog:
     """Read a log block by block; an OSError if that is not possible.
 
     `starts_at` are the positions of the first rows of a run's starts, in their order.
     """
     log, block, read = ReadLog(), b"", 0
-    newest: deque[bytes] = deque(maxlen=_NEWEST_BLOCKS if pattern is not None else 0)
     first_rows: list[int] = []
     for number, block in enumerate(_blocks(path, starts_at)):
         while len(first_rows) < len(starts_at) and starts_at[len(first_rows)] <= read:
@@ -198,13 +195,11 @@ def read_log(path: Path, pattern: re.Pattern[bytes] | None = None, starts_at: Se
         log.rows.add(rows)
         if unread is not None:
             log.is_damaged, log.unread = True, log.unread + unread
-        newest.append(block)
     log.is_cut_off = not block.rstrip(b"\0 \t\r\n").endswith(b"]")
     ends = [*first_rows[1:], len(log.rows)]
     log.starts = [log.rows.part(begin, end) for begin, end in zip(first_rows, ends, strict=False)]
     log.starts += [LogRows() for _ in starts_at[len(first_rows) :]]
     log.repeated = log.rows.sort()
-    log.last_with = _last_with(pattern, b"".join(newest)) if pattern is not None else None
     return log
 
 
@@ -239,32 +234,15 @@ def _rows_of(block: bytes, *, is_first: bool) -> tuple[list[LogRow], int | None]
     try:
         return _ROWS.decode(b"".join((b"[", memoryview(block)[begin.end() : len(block) - after], b"]"))), None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        rows = list(_parsed(block))
-        return [found[0] for found in rows if found is not None], rows.count(None)
+        rows = [_row_of(text) for text in rows_of_damaged([block])]
+        return [row for row in rows if row is not None], rows.count(None)
 
 
-_ROW_BEGINS = re.compile(r"\n\s*\{")
-
-
-def _parsed(block: bytes) -> Iterator[tuple[LogRow, str] | None]:
-    """Each complete row of a block with its JSON, None for an incomplete one: slow, for damaged blocks."""
-    text = block.decode("utf-8", errors="replace")
-    parse = json.JSONDecoder().raw_decode
-    at = text.find("{")
-    while at >= 0:
-        try:
-            value, end = parse(text, at)
-            yield msgspec.convert(value, LogRow), text[at:end]
-            at = text.find("{", end)
-        except (ValueError, RecursionError, msgspec.MsgspecError):
-            yield None
-            begin = _ROW_BEGINS.search(text, at)
-            at = begin.end() - 1 if begin else -1
-
-
-def _last_with(pattern: re.Pattern[bytes], block: bytes) -> tuple[int, bytes] | None:
-    """Step and JSON of the last complete row of a block in which the pattern is found."""
-    if not pattern.search(block):
+def _row_of(text: bytes | None) -> LogRow | None:
+    """A row of a damaged block; None if its values are not those of a row."""
+    if text is None:
         return None
-    rows = ((row.global_step, text.encode()) for row, text in filter(None, _parsed(block)))
-    return max(((step, text) for step, text in rows if pattern.search(text)), default=None)
+    try:
+        return msgspec.convert(json.loads(text), LogRow)
+    except (ValueError, RecursionError):  # those of msgspec are a ValueError too
+        return None

@@ -20,7 +20,7 @@ from ...run_summary.texts import (
     started,
     why_no_waterfall,
 )
-from ...text import duration, sentence, size
+from ...text import counted, duration, sentence, size
 from ..drawing.html import write_template
 from ..drawing.line_chart import Chart, Series, line_chart, thinning
 from ..drawing.tables import Table, digits, measures, table_of, words
@@ -230,6 +230,5 @@ def _non_finite(rows: LogRows) -> list[str]:
     }
     if not odd:
         return []
-    what = "1 step" if len(odd) == 1 else f"{len(odd):,} steps"
-    first = min(odd)
+    what, first = counted(len(odd), "step"), min(odd)
     return [f"The loss was not finite at {what}, first at step {rows.steps[first]:,} ({odd[first]})."]

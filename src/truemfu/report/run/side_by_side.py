@@ -6,7 +6,7 @@ Step times and utilization of unlike devices are never in one chart; losses of a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,12 +17,9 @@ from ...run_summary.texts import (
     estimate_mark,
     facts,
     figures,
-    hfu_text,
     memory,
-    mfu_text,
     why_no_waterfall,
 )
-from ...text import number
 from ..drawing.html import write_template
 from ..drawing.line_chart import Chart, Series, line_chart
 from ..drawing.tables import Cell, Column, Table, plain, table_of
@@ -44,14 +41,19 @@ class _Shown:
     name: str
     run: LoadedRun
     results: RunResults
+    figures: Mapping[str, Figure]
+    """By label."""
 
 
 def write_runs_page(path: Path, runs: Sequence[LoadedRun], price_per_gpu_hour: float | None = None) -> Path:
     """Write the report to `path` and return the path."""
-    shown = [
-        _Shown(key=key, name=name, run=run, results=results_of(run))
-        for key, (name, run) in enumerate(zip(_names(runs), runs, strict=True))
-    ]
+    shown = []
+    for key, (name, run) in enumerate(zip(_names(runs), runs, strict=True)):
+        results = results_of(run)
+        found = [*figures(results), memory(results)]
+        found += [] if price_per_gpu_hour is None else [cost(results, price_per_gpu_hour)]
+        own = {figure.label: figure for figure in found}
+        shown.append(_Shown(key=key, name=name, run=run, results=results, figures=own))
     sentences, unknown = _verdict(shown)
     return write_template(
         path,
@@ -62,7 +64,7 @@ def write_runs_page(path: Path, runs: Sequence[LoadedRun], price_per_gpu_hour: f
         unknown=unknown,
         damage=[(one.name, one.run.notes) for one in shown if one.run.notes],
         names=[one.name for one in shown],
-        figures=_figures_table(shown, price_per_gpu_hour),
+        figures=_figures_table(shown),
         facts=_facts_table(shown),
         waterfall=_waterfall_table(shown),
         no_waterfall=list(dict.fromkeys(why_no_waterfall(one.results) for one in shown)),
@@ -80,32 +82,22 @@ def _names(runs: Sequence[LoadedRun]) -> list[str]:
 def _verdict(shown: Sequence[_Shown]) -> tuple[list[str], list[tuple[str, str]]]:
     sentences: list[str] = []
     unknown: list[tuple[str, str]] = []
-    has_tokens = sum(one.results.summary.median_tokens_per_second is not None for one in shown) > 1
-    unit = "tokens/s" if has_tokens else "samples/s"
-    for what, name_of_value, text in (
-        ("median MFU", "median_mfu", mfu_text),
-        (
-            f"median {unit}",
-            "median_tokens_per_second" if has_tokens else "median_samples_per_second",
-            lambda summary: number(
-                summary.median_tokens_per_second if has_tokens else summary.median_samples_per_second
-            ),
-        ),
+    has_tokens = sum(one.figures["tokens/s"].is_known for one in shown) > 1
+    for what, label in (
+        ("median MFU", "MFU, median"),
+        ("median tokens/s", "tokens/s") if has_tokens else ("median samples/s", "samples/s"),
     ):
-        summaries = [(one.results.summary, one.name) for one in shown]
-        known = [
-            (summary, name) for summary, name in summaries if getattr(summary, name_of_value) is not None
-        ]
+        known = [(one.figures[label], one.name) for one in shown if one.figures[label].is_known]
         if len(known) < 2:
             unknown.append((f"which run has the highest {what}", "fewer than two runs have this figure"))
             continue
-        known.sort(key=lambda found: getattr(found[0], name_of_value), reverse=True)
-        texts = [text(summary) for summary, _ in known]
-        rest = ", ".join(f"{name} {shown}" for (_, name), shown in zip(known[1:], texts[1:], strict=True))
-        if texts[0] == texts[-1]:
-            sentences.append(f"The {what} is the same in all runs that have one: {texts[0]}.")
+        known.sort(key=lambda found: found[0].number or 0.0, reverse=True)
+        (best, name), *others = known
+        rest = ", ".join(f"{other} {figure.value}" for figure, other in others)
+        if best.value == others[-1][0].value:
+            sentences.append(f"The {what} is the same in all runs that have one: {best.value}.")
         else:
-            sentences.append(f"Highest {what}: {known[0][1]} with {texts[0]}; {rest}.")
+            sentences.append(f"Highest {what}: {name} with {best.value}; {rest}.")
     devices = list(dict.fromkeys(one.results.record.device or "unknown" for one in shown))
     if len(devices) > 1:
         sentences.append(
@@ -116,21 +108,8 @@ def _verdict(shown: Sequence[_Shown]) -> tuple[list[str], list[tuple[str, str]]]
     return sentences, unknown
 
 
-def _figures_table(shown: Sequence[_Shown], price: float | None) -> Table:
-    each: list[dict[str, Figure]] = []
-    for one in shown:
-        found = [*figures(one.results), memory(one.results)]
-        found += [] if price is None else [cost(one.results, price)]
-        each.append({figure.label: figure for figure in found})
-        summary, rate = one.results.summary, each[-1]["model FLOP/s, median"].value
-        of_counts = {
-            "MFU, median": mfu_text(summary),
-            "HFU, median": hfu_text(summary),
-            "model FLOP/s, median": rate + estimate_mark(summary),
-        }
-        for label, text in of_counts.items():
-            if each[-1][label].is_known:
-                each[-1][label] = replace(each[-1][label], value=text)
+def _figures_table(shown: Sequence[_Shown]) -> Table:
+    each = [one.figures for one in shown]
     labels = list(dict.fromkeys(label for found in each for label in found))
     table = _by_run(
         "Figures",

@@ -1,19 +1,20 @@
 """The experiments of a sweep in groups that may share a chart: like machines, one model, one way to train.
 
 Figures of unlike devices or numbers of GPUs are never in one chart. Hosts with the same device share one: a
-cluster spreads a sweep over them, and tables name the host. An experiment without a recorded device (not run,
-or failed early) belongs to the sweep's only device, or else to the only group that it fits.
+cluster spreads a sweep over them, and tables name the host. What is not recorded of an experiment (not run,
+or failed early) is what all others have in common, if they do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from .figures import ExperimentFigures
 
-_FIELDS = ("model", "dtype", "optimizer", "compile", "device", "gpus", "parallel")
-_DEVICE = _FIELDS.index("device")
+_MAY_BE_UNKNOWN = ("model", "dtype", "optimizer", "compile", "device")
+_FIELDS = (*_MAY_BE_UNKNOWN, "gpus", "parallel")
 _Key = tuple[object, ...]
 
 
@@ -40,29 +41,20 @@ class Group:
 
 def groups_of(experiments: Sequence[ExperimentFigures]) -> list[Group]:
     """The groups in the order of the summary."""
-    devices = {row.device for row in experiments if row.device is not None}
-    only = next(iter(devices)) if len(devices) == 1 else None
+    only = {name: only_value(experiments, name) for name in _MAY_BE_UNKNOWN}
     found: dict[_Key, list[tuple[int, ExperimentFigures]]] = {}
-    without: list[tuple[_Key, tuple[int, ExperimentFigures]]] = []
     for at, row in enumerate(experiments):
-        key = tuple(getattr(row, name) if name != "device" else row.device or only for name in _FIELDS)
-        if None in (key[_DEVICE], row.model):
-            without.append((key, (at, row)))
-        else:
-            found.setdefault(key, []).append((at, row))
-    for key, each in without:
-        fitting = [known for known in found if _fits(key, known)]
-        found.setdefault(fitting[0] if len(fitting) == 1 else key, []).append(each)
+        own = {name: getattr(row, name) for name in _FIELDS}
+        key = tuple(only.get(name) if value is None else value for name, value in own.items())
+        found.setdefault(key, []).append((at, row))
     differing = [at for at in range(len(_FIELDS)) if len({key[at] for key in found}) > 1]
-    return [
-        Group(title=_title(key, differing), experiments=sorted(rows, key=lambda each: each[0]))
-        for key, rows in found.items()
-    ]
+    return [Group(title=_title(key, differing), experiments=rows) for key, rows in found.items()]
 
 
-def _fits(key: _Key, known: _Key) -> bool:
-    """Whether what is known of an experiment agrees with a group."""
-    return all(own in (None, of_group) for own, of_group in zip(key, known, strict=True))
+def only_value(experiments: Iterable[ExperimentFigures], name: str) -> Any:
+    """The value that all experiments have in which it is known; None if there are several."""
+    known = {getattr(row, name) for row in experiments} - {None}
+    return known.pop() if len(known) == 1 else None
 
 
 def _title(key: Sequence[object], differing: Sequence[int]) -> str:

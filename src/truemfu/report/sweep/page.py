@@ -61,7 +61,6 @@ class GroupView:
     maps: Mapping[str, Table]
     """Heat maps by what they show."""
     charts: Sequence[PanelChart]
-    frontier: Table
 
 
 def _group_view(group: Group, trainers: Mapping[str, int]) -> GroupView:
@@ -80,7 +79,6 @@ def _group_view(group: Group, trainers: Mapping[str, int]) -> GroupView:
             if (table := _map(group, own, label, figure, text, is_less_better)) is not None
         },
         charts=[chart for chart in _charts(group, own) if chart is not None],
-        frontier=_frontier(group, own),
     )
 
 
@@ -216,34 +214,6 @@ def _percent(name: str) -> Callable[[ExperimentFigures], Spread | None]:
         return None if value is None else Spread(low=100 * value, middle=100 * value, high=100 * value)
 
     return spread
-
-
-def _frontier(group: Group, trainers: Mapping[str, int]) -> Table:
-    """The largest batch of each trainer at each sequence length."""
-
-    def cell(trainer: str, seq_len: int) -> Cell:
-        own = [row for _, row in group.experiments if (row.trainer, row.seq_len) == (trainer, seq_len)]
-        fit = [row.batch_size for row in own if row.end == Status.OK.value and row.batch_size is not None]
-        failed = [row for row in own if row.end in OUT_OF_MEMORY and row.batch_size is not None]
-        largest = max(fit, default=None)
-        if not failed:
-            return (
-                Cell(text="-", kind="none") if largest is None else Cell(text=f"≥ {largest:,}", value=largest)
-            )
-        first = min(failed, key=lambda row: row.batch_size or 0)
-        found = f"; {first.fits}" if first.fits else ""
-        below = "none" if largest is None else f"{largest:,}"
-        return Cell(text=f"{below}, not {first.batch_size:,}{found}", value=largest, kind="text")
-
-    cells = heated([[cell(trainer, seq_len) for trainer in trainers] for seq_len in group.seq_lens])
-    return Table(
-        title="Largest batch by sequence and trainer",
-        columns=[
-            Column(label="sequence"),
-            *(Column(label=trainer, key=key) for trainer, key in trainers.items()),
-        ],
-        rows=[[plain(f"{seq_len:,}"), *row] for seq_len, row in zip(group.seq_lens, cells, strict=True)],
-    )
 
 
 def _failures(summary: SweepSummary) -> Table | None:

@@ -13,12 +13,14 @@ Four rules keep the figures honest.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import fmean, geometric_mean
 from typing import Any, NamedTuple
 
-from ...records import OUT_OF_MEMORY, CaseResult, Environment, Measured, Status
+import msgspec
+
+from ...records import OUT_OF_MEMORY, CaseResult, Environment, Measured, Memory, Status, SweepCase
 from ...text import shortened
 from .figures import (
     AgainstBaseline,
@@ -30,6 +32,7 @@ from .figures import (
     SweepTotals,
     TrainerTotals,
 )
+from .groups import only_value
 from .load import NOT_RUN, LoadedSweep, SweepEntry
 from .scaling import scaling_of, settings_of
 
@@ -86,8 +89,7 @@ class _Site(NamedTuple):
 
 def _sites(experiments: Sequence[ExperimentFigures]) -> dict[str, _Site]:
     """Where each experiment ran, by name; one of unknown device on the sweep's only device, if it has one."""
-    devices = {row.device for row in experiments if row.device is not None}
-    only = devices.pop() if len(devices) == 1 else None
+    only = only_value(experiments, "device")
     return {row.name: _Site(row.device or only, row.gpus, row.parallel) for row in experiments}
 
 
@@ -144,7 +146,7 @@ def experiment_of(entry: SweepEntry) -> ExperimentFigures:
         known |= _fields(result, "fits", "parameters", "wall_s")
         known["phase"] = result.phase.value
         known |= _fields(result.memory, "reserved_bytes", "process_bytes")
-        known["peak_memory_bytes"], known["memory_kind"] = _peak_memory(result)
+        known["peak_memory_bytes"], known["memory_kind"] = peak_memory(result)
         known["peak_memory_by_rank_bytes"] = _peaks_by_rank(result)
         if result.environment is not None:
             known |= {"device": result.environment.device_name, "host": result.environment.host}
@@ -185,22 +187,21 @@ def _message(entry: SweepEntry) -> str | None:
     return None if text is None else shortened(text, _LONGEST_MESSAGE)
 
 
-def _peak_memory(result: CaseResult) -> tuple[int | None, str | None]:
+def peak_memory(result: CaseResult) -> tuple[int | None, str | None]:
     """Peak memory on this experiment's device, and which memory that is."""
-    if result.memory is None:
-        return None, None
-    on_cpu = result.case.device == "cpu"
-    peak = result.memory.process_bytes if on_cpu else result.memory.allocated_bytes
-    return (None, None) if peak is None else (peak, HOST_MEMORY if on_cpu else GPU_MEMORY)
+    peak = None if result.memory is None else _on_device(result.case, result.memory)
+    kind = HOST_MEMORY if result.case.device == "cpu" else GPU_MEMORY
+    return (None, None) if peak is None else (peak, kind)
+
+
+def _on_device(case: SweepCase, memory: Memory) -> int | None:
+    return memory.process_bytes if case.device == "cpu" else memory.allocated_bytes
 
 
 def _peaks_by_rank(result: CaseResult) -> list[int]:
     """Peak memory of each rank on its device; empty for one process, or if one is unknown."""
-    if result.measured is None:
-        return []
-    on_cpu = result.case.device == "cpu"
-    memories = [rank.memory for rank in result.measured.ranks]
-    found = [memory.process_bytes if on_cpu else memory.allocated_bytes for memory in memories]
+    ranks = [] if result.measured is None else result.measured.ranks
+    found = [_on_device(result.case, rank.memory) for rank in ranks]
     known = [peak for peak in found if peak is not None]
     return known if len(known) == len(found) else []
 
@@ -251,18 +252,14 @@ def _trainers(
         points = {point: row for point, row in finished[trainer].items() if point.site == site}
         at_common = _peaks((points[point] for point in common if point in points), memory_kind)
         overall = _peaks(points.values(), memory_kind)
-        totals = _totals(own)
         found.append(
             TrainerTotals(
                 trainer=trainer,
                 **site._asdict(),
-                experiments=totals.experiments,
-                succeeded=totals.succeeded,
-                success_rate=totals.success_rate,
-                ends=totals.ends,
-                mean_peak_memory_common_bytes=_mean(at_common),
+                **msgspec.structs.asdict(_totals(own)),
+                mean_peak_memory_common_bytes=fmean(at_common) if at_common else None,
                 common_points=len(at_common),
-                mean_peak_memory_bytes=_mean(overall),
+                mean_peak_memory_bytes=fmean(overall) if overall else None,
                 finished_points=len(overall),
             )
         )
@@ -275,10 +272,6 @@ def _peaks(experiments: Iterable[ExperimentFigures], memory_kind: str | None) ->
         for row in experiments
         if row.peak_memory_bytes is not None and row.memory_kind == memory_kind
     ]
-
-
-def _mean(values: Sequence[int]) -> float | None:
-    return sum(values) / len(values) if values else None
 
 
 def _against_baseline(
@@ -317,8 +310,9 @@ def _ratio(
     ratios = [own / baseline for own, baseline in both if own and baseline]
     if not ratios:
         return None
-    mean = math.exp(sum(math.log(ratio) for ratio in ratios) / len(ratios))
-    return Ratio(geometric_mean=mean, lowest=min(ratios), highest=max(ratios), points=len(ratios))
+    return Ratio(
+        geometric_mean=geometric_mean(ratios), lowest=min(ratios), highest=max(ratios), points=len(ratios)
+    )
 
 
 def _largest_batches(entries: Iterable[SweepEntry], sites: Mapping[str, _Site]) -> list[LargestBatch]:

@@ -252,6 +252,7 @@ def _efficiency(row: Scaling) -> str:
 
 
 def _largest_batches(summary: SweepSummary) -> Table:
+    trainers = trainer_keys(summary)
     return table_of(
         "Largest batch",
         summary.largest_batches,
@@ -266,6 +267,7 @@ def _largest_batches(summary: SweepSummary) -> Table:
             digits("found to fit", lambda row: row.fits or UNKNOWN),
         ],
         sentence="After out-of-memory failures: batches that finished, batches that did not, and what fits.",
+        keys=[trainers[row.trainer] for row in summary.largest_batches],
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ...records import OUT_OF_MEMORY, Status
 from ...sweep.trainers.base import PRIVATE
-from ...text import duration, flop_rate, share
+from ...text import counted, duration, flop_rate, share, some_of
 from .figures import ExperimentFigures, Ratio, SweepSummary
 from .groups import Group, groups_of
 
@@ -89,7 +89,7 @@ def _cost_of_privacy(summary: SweepSummary, unknown: list[tuple[str, str]]) -> I
         memory = f" and {_factor(row.peak_memory)} the memory" if row.peak_memory is not None else ""
         yield (
             f"Cost of privacy with {row.trainer}: {_factor(row.step_time)} the step time of "
-            f"{summary.baseline}{memory}, over {_points(row.step_time)}."
+            f"{summary.baseline}{memory}, over {counted(row.step_time.points, 'point')}."
         )
     for trainer in summary.trainers:
         if trainer.trainer in PRIVATE and trainer.trainer not in {row.trainer for row in known}:
@@ -122,10 +122,9 @@ def _out_of_memory(experiments: Sequence[ExperimentFigures], groups: Sequence[Gr
         return
     named = [
         f"{row.trainer} at {_point(row)}{_on(group_of[at])}" + (f" ({row.fits})" if row.fits else "")
-        for at, row in failed[:_MOST_NAMED]
+        for at, row in failed
     ]
-    more = f" and {len(failed) - _MOST_NAMED} more" if len(failed) > _MOST_NAMED else ""
-    yield f"Out of memory: {', '.join(named)}{more}."
+    yield f"Out of memory: {some_of(named, _MOST_NAMED)}."
 
 
 def _other_failures(summary: SweepSummary) -> Iterator[str]:
@@ -145,10 +144,6 @@ def _point(row: ExperimentFigures) -> str:
 def _factor(ratio: Ratio) -> str:
     spread = f" ({ratio.lowest:.2f} to {ratio.highest:.2f})" if ratio.points > 1 else ""
     return f"{ratio.geometric_mean:.2f} times{spread}"
-
-
-def _points(ratio: Ratio) -> str:
-    return "1 point" if ratio.points == 1 else f"{ratio.points} points"
 
 
 def _range(low: float, high: float) -> str:

@@ -27,7 +27,8 @@ from typing import TypeVar
 import msgspec
 
 from ... import plain_files
-from ...errors import RecordError, one_line
+from ...errors import RecordError
+from ...records import read_record
 from ..order import WorkerOrder
 from .settings import ClusterSettings, Request
 
@@ -99,11 +100,7 @@ class JobsFolder:
 
     def read_batch(self) -> Batch:
         """A RecordError if it cannot be read."""
-        path = self.root / _BATCH_FILE
-        try:
-            return msgspec.json.decode(plain_files.read(path), type=Batch)
-        except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise RecordError(f"{path} does not describe submitted experiments: {one_line(error)}") from error
+        return read_record(self.root / _BATCH_FILE, Batch)
 
     def write_batch(self, batch: Batch) -> None:
         plain_files.replace(self.root / _BATCH_FILE, msgspec.json.encode(batch), durable=True)
@@ -116,8 +113,8 @@ class JobsFolder:
     def read(self, number: int, kind: type[_Kind]) -> _Kind | None:
         """What was written of this kind; None if it is not there (an order: no longer wanted) or damaged."""
         try:
-            return msgspec.json.decode(plain_files.read(self._file(number, _SUFFIX_OF[kind])), type=kind)
-        except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return read_record(self._file(number, _SUFFIX_OF[kind]), kind)
+        except RecordError:
             return None
 
     def try_claim(self, number: int, *, engine_job: str | None = None, withdraw: bool = False) -> bool:

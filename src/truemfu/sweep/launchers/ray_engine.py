@@ -170,13 +170,11 @@ def _log(jobs: JobsFolder) -> Path:
 def _check_answers(address: str) -> None:
     """Ray itself waits for minutes for an address where nobody listens."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
-    if not colon:
-        if address != "auto":
-            raise UsageError(f"ray_address must be host:port or auto; got {address!r}")
+    if address == "auto":
         return
+    if not colon or not port.isdecimal():
+        raise UsageError(f"ray_address must be host:port or auto; got {address!r}")
     try:
-        if not port.isdecimal():
-            raise UsageError(f"ray_address must be host:port or auto; got {address!r}")
         socket.create_connection((host, int(port)), _CONNECT_TIMEOUT_S).close()
     except (OSError, OverflowError) as error:
         raise UsageError(

@@ -1,6 +1,6 @@
-"""Slurm, by its own commands: sbatch, squeue, sacct, scontrol, scancel.
+"""Slurm, by its own commands: sbatch, squeue, sacct, scancel.
 
-    sbatch --test-only ─► sbatch --array ─► squeue (recent jobs) ─► sacct, or else scontrol (older ones)
+    sbatch --test-only ─► sbatch --array ─► squeue (recent jobs) ─► sacct (older ones, with accounting)
 
 Every batch has a job name of its own. If the submitting process dies between sbatch and the note of the job's
 number, the next one finds the job by that name. Slurm's own restarts are off (--no-requeue); a job that an
@@ -15,10 +15,10 @@ import shlex
 import shutil
 import subprocess
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from ...errors import UsageError
-from ...text import on_one_line, shortened
+from ...text import on_one_line, ranges, shortened
 from .engine import ENGINE_JOB_VARIABLE, NODE_AGENT, submit_environment
 from .jobs import Batch, JobsFolder, JobState
 from .settings import ClusterSettings, Request
@@ -27,7 +27,7 @@ _COMMAND_TIMEOUT_S = 120.0
 
 _WAITING = "PENDING REQUEUED REQUEUE_FED REQUEUE_HOLD SPECIAL_EXIT RESV_DEL_HOLD".split()
 _STARTED = "RUNNING SUSPENDED COMPLETING CONFIGURING RESIZING STAGE_OUT SIGNALING STOPPED".split()
-_UNKNOWN = JobState(over=True, reason="the job is neither in Slurm's queue nor in its accounting")
+_UNKNOWN = JobState(over=True, reason="the job is no longer in Slurm's queue, and not in its accounting")
 _CAUSES = {"OUT_OF_MEMORY": "memory", "TIMEOUT": "time", "DEADLINE": "time"}
 
 
@@ -59,7 +59,7 @@ class Slurm:
         options = [
             "--parsable",
             f"--job-name={_job_name(batch)}",
-            f"--array={_ranges(numbers)}{'' if limit is None else f'%{limit}'}",
+            f"--array={','.join(ranges(numbers))}{'' if limit is None else f'%{limit}'}",
             f"--chdir={batch.working_folder}",
             f"--output={_output_pattern(jobs)}",
             "--open-mode=append",
@@ -107,11 +107,8 @@ class Slurm:
         if missing:
             columns = "--format=JobID,State,Reason"
             older = _ask(["sacct", "-X", "-n", "-P", "--array", f"--jobs={arrays}", columns])
-            found = {**_parse(older), **found}
-            if older is None:  # no accounting
-                found = {**_by_scontrol(missing), **found}
-            elif recent is not None:
-                found = {**dict.fromkeys(missing, _UNKNOWN), **found}
+            forgotten = {} if recent is None else dict.fromkeys(missing, _UNKNOWN)
+            found = {**forgotten, **_parse(older), **found}
         return {**states, **{number: found[name] for number, name in names.items() if name in found}}
 
     def cancel(self, batch: Batch, jobs: JobsFolder) -> None:
@@ -144,35 +141,10 @@ def _job_name(batch: Batch) -> str:
     return f"truemfu-{batch.id}"
 
 
-def _ranges(numbers: Iterable[int]) -> str:
-    """0,1,2,5 as 0-2,5."""
-    parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and parts[-1][1] == number - 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
-
-
 def _parse(answer: str | None) -> dict[str, JobState]:
     """Lines `12_3|STATE|reason`, by the name of the job."""
     lines = [line.strip().split("|", 2) for line in (answer or "").splitlines()]
     return {line[0]: _state(line[1], line[2]) for line in lines if len(line) == 3}
-
-
-def _by_scontrol(names: Iterable[str]) -> dict[str, JobState]:
-    found = {}
-    for name in names:
-        answer = _ask(["scontrol", "--oneliner", "show", "job", name], unknown="Invalid job id") or ""
-        fields = dict(part.split("=", 1) for part in answer.split() if "=" in part)
-        if "JobState" in fields:
-            found[name] = _state(fields["JobState"], fields.get("Reason", ""))
-        elif answer:
-            found[name] = JobState(
-                over=True, reason="the job is no longer in the queue, and there is no accounting"
-            )
-    return found
 
 
 def _state(state: str, reason: str) -> JobState:

@@ -20,7 +20,7 @@ from ..launchers.ray_engine import Ray
 from ..launchers.settings import ClusterSettings
 from ..launchers.slurm import Slurm
 from ..order import WorkerOrder
-from ..paths import SweepFolder, read_marker
+from ..paths import RunningCase, SweepFolder
 from ..process import kill_leftovers
 
 _CANCEL_TIMEOUT_S = 120.0
@@ -146,4 +146,4 @@ def end_on_this_host(folder: SweepFolder, name: str, claim: Claim) -> None:
     """End what a killed node agent left running, where that was on this machine."""
     if claim.host == socket.gethostname():
         with contextlib.suppress(RecordError):
-            kill_leftovers(read_marker(folder.marker(name)).token)
+            kill_leftovers(read_record(folder.marker(name), RunningCase).token)

@@ -7,9 +7,9 @@ import os
 from collections.abc import Callable, Collection, Mapping
 
 from ...errors import RecordError, UsageError, closest
-from ...records import CaseResult, Status, SweepRecord
+from ...records import CaseResult, Status, SweepRecord, read_record
 from ..order import WorkerOrder
-from ..paths import SweepFolder, read_marker
+from ..paths import RunningCase, SweepFolder
 from ..process import kill_leftovers
 from .stored import save, stored_result, without_answer
 
@@ -65,7 +65,7 @@ def end_leftovers(
         if name in on_cluster:
             continue
         try:
-            left = read_marker(path)
+            left = read_record(path, RunningCase)
         except RecordError as error:
             report(str(error))
         else:

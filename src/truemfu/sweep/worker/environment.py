@@ -13,8 +13,6 @@ from pathlib import Path
 import torch
 
 from ... import __version__
-from ...errors import CounterError, NvmlMissing
-from ...hardware.counters.nvml import gpus_here
 from ...provenance import library_versions
 from ...records import Environment, Memory
 from ..gpus import cpu_name
@@ -67,13 +65,7 @@ def process_peak_bytes() -> int:
 
 
 def _driver() -> str | None:
-    """The version of NVIDIA's kernel driver, from NVML where its bindings are installed."""
-    try:
-        return gpus_here()[0].driver
-    except NvmlMissing:
-        pass  # the extra is not installed: read the file below
-    except CounterError as error:
-        print(f"note: {error}")
+    """The version of NVIDIA's kernel driver."""
     try:
         return Path("/sys/module/nvidia/version").read_text(encoding="ascii").strip()
     except OSError:
