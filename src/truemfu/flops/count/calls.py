@@ -84,13 +84,10 @@ def following_calls(tally: Tally, *, on_shadow: bool = False) -> Iterator[None]:
     call, and the call that runs the backward pass lasts until that pass is over."""
     calls, here = Calls(tally, on_shadow=on_shadow), threading.get_ident()
 
-    def followed(run_backward: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            is_suspended = threading.get_ident() == here and not has_torch_function((_PLAIN_TENSOR,))
-            with calls if is_suspended else contextlib.nullcontext():
-                return run_backward(*args, **kwargs)
-
-        return run
+    def followed(run_backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        is_suspended = threading.get_ident() == here and not has_torch_function((_PLAIN_TENSOR,))
+        with calls if is_suspended else contextlib.nullcontext():
+            return run_backward(*args, **kwargs)
 
     with replaced(RUN_BACKWARD, followed), calls:
         yield

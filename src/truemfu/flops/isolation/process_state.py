@@ -75,7 +75,7 @@ def untouched_casts() -> Iterator[None]:
 @contextlib.contextmanager
 def flex_attention_anywhere() -> Iterator[None]:
     """Let flex attention accept CPU tensors that need gradients, since fake tensors need no kernel."""
-    with replaced(FLEX_CHECK, lambda check: lambda *args, **kwargs: None):
+    with replaced(FLEX_CHECK, lambda check, *args, **kwargs: None):
         yield
 
 
