@@ -233,7 +233,7 @@ def _profiled(model: nn.Module, batch: Batch) -> FlopCount:
         untouched_casts(),
         torch.compiler.set_stance("force_eager"),
     ):
-        twin = Shadow(_shared_weight).model(model)
+        twin = Shadow(_shared_weight).tree(model)
         arguments = tree_map_only(torch.Tensor, lambda t: t.to(device), batch)
         profiler.start()
         try:

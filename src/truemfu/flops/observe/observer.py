@@ -43,13 +43,15 @@ _left_behind: set[int] = set()
 
 
 class StepObserver:
-    """Watches what one training step runs. Made on the training thread, entered there."""
+    """Watches what one training step runs, or a CUDA graph's capture. Made and entered on its thread."""
 
-    def __init__(self, convention: Convention, *, captures: Captures | None = None) -> None:
-        self._captures = captures or cuda_captures(convention)
-        self._tally = ObservedTally(convention)
-        self._regions = CompiledRegions(self._is_watching, self._tally.saw_region)
-        self._mode = _mode(self._tally, self._regions)
+    def __init__(
+        self, convention: Convention, *, captures: Captures | None = None, is_capture: bool = False
+    ) -> None:
+        self._captures = None if is_capture else captures or cuda_captures(convention)
+        self.tally = ObservedTally(convention, is_capture=is_capture)
+        self._regions = CompiledRegions(self._is_watching, self.tally.saw_region)
+        self._mode = _mode(self.tally, self._regions)
         self._thread = threading.get_ident()
         self._passes: list[bool] = []
         self._first_batch_at: int | None = None
@@ -60,33 +62,35 @@ class StepObserver:
         self._thread = threading.get_ident()
         take_out(_is_finished)
         if (reason := reason_not_to_observe()) is not None:
-            self._tally.fail(reason)
+            self.tally.fail(reason)
             return
-        self._tally.mark_start()
+        self.tally.mark_start()
         self._regions.enter()
-        self._captures.begin_step(self)
+        if self._captures is not None:
+            self._captures.begin_step(self)
         put_at_the_bottom(self._mode)
-        self._stop_launches = watch_launches(self._tally, self._is_watching)
+        self._stop_launches = watch_launches(self.tally, self._is_watching)
 
     def leave(self) -> Observation:
         """Stop watching; what was seen. Never raises."""
         self._mode.is_finished = True
         self._regions.leave()
-        self._captures.end_step(self)
+        if self._captures is not None:
+            self._captures.end_step(self)
         self._stop_launches()
         if threading.get_ident() == self._thread:
             try:
                 take_out(_is_finished)
             except Exception as error:
-                self._tally.fail(f"observing the step did not end properly ({one_line(error)})")
+                self.tally.fail(f"observing the step did not end properly ({one_line(error)})")
         else:
             _left_behind.add(self._thread)
-            self._tally.fail(OTHER_THREAD)
-        return Observation(self._tally, self._first_batch_at)
+            self.tally.fail(OTHER_THREAD)
+        return Observation(self.tally, self._first_batch_at)
 
     def fail(self, reason: str) -> None:
         """Record why the FLOPs of this step are unknown, whatever is seen of it."""
-        self._tally.fail(reason)
+        self.tally.fail(reason)
 
     def suspend(self) -> None:
         """Ignore what runs from now on: a pause inside the step."""
@@ -109,7 +113,7 @@ class StepObserver:
     def replayed(self, capture: ObservedTally | None) -> None:
         """Record that a CUDA graph is replayed; `capture` is the tally of its capture, if there is one."""
         if self._is_watching():
-            self._tally.add_later(GraphReplay(capture, position=len(self._tally.entries)))
+            self.tally.add_later(GraphReplay(capture, position=len(self.tally.entries)))
 
     def pass_begins(self, *, is_training: bool, name: str | None = None) -> None:
         """Record that a watched model's forward begins; work is split by this name, if it has one."""
@@ -117,42 +121,32 @@ class StepObserver:
             return
         take_out(_is_finished)
         self._passes.append(is_training)
-        self._tally.training_passes += is_training
-        self._tally.enter_module(name or "")
+        self.tally.training_passes += is_training
+        self.tally.enter_module(name or "")
 
     def pass_ends(self) -> None:
         """Record that the watched model's forward has ended, by return or exception."""
         if threading.get_ident() == self._thread and self._passes:
-            self._tally.training_passes -= self._passes.pop()
-            self._tally.leave_module()
+            self.tally.training_passes -= self._passes.pop()
+            self.tally.leave_module()
 
     def batch_begins(self, *, may_be_packed: bool = False) -> None:
         """Record that a micro-batch of the step begins; documents may be packed in its rows."""
         if threading.get_ident() != self._thread:
-            self._tally.fail(OTHER_THREAD)
-        self._tally.batch_begins(may_be_packed=may_be_packed)
+            self.tally.fail(OTHER_THREAD)
+        self.tally.batch_begins(may_be_packed=may_be_packed)
         if self._first_batch_at is None:
-            self._first_batch_at = len(self._tally.entries)
+            self._first_batch_at = len(self.tally.entries)
 
 
 def observe_capture(convention: Convention) -> Callable[[], ObservedTally]:
     """Begin to observe the capture of a CUDA graph on this thread; returns what ends it."""
-    tally = ObservedTally(convention, is_capture=True)
-    regions = CompiledRegions(lambda: mode in modes_of_this_thread(), tally.saw_region)
-    mode = _mode(tally, regions)
-    thread = threading.get_ident()
-    if (reason := reason_not_to_observe()) is not None:
-        tally.fail(reason)
-    else:
-        regions.enter()
-        put_at_the_bottom(mode)
+    observer = StepObserver(convention, is_capture=True)
+    observer.enter()
 
     def end() -> ObservedTally:
-        mode.is_finished = True
-        regions.leave()
-        if threading.get_ident() == thread:
-            take_out(_is_finished)
-        return tally
+        observer.leave()
+        return observer.tally
 
     return end
 
