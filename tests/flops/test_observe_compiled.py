@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from truemfu import Convention
 from truemfu.flops.flop_count import FlopCount
 from truemfu.flops.observe.compiled import RECOMPILES, _matters
-from truemfu.flops.observe.observed_tally import OTHER_BACKEND
+from truemfu.flops.observe.observation import OTHER_BACKEND
 from truemfu.flops.observe.observer import StepObserver
 from truemfu.flops.observe.region_graph import RegionError, read_graph
 from truemfu.torch_private import compiler
