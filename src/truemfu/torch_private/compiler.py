@@ -92,10 +92,10 @@ def is_backward(region: Any) -> bool:
 
 def replace_region_call(
     call: Callable[[Callable[[Any, Any], Any], Any, Any], Any],
-) -> Callable[[], None] | None:
+) -> Callable[[], None]:
     """Run each compiled region as `call(run, region, inputs)`; returns what ends it.
 
-    None if inductor is not loaded: nothing can have been compiled by it.
+    While inductor is not loaded, nothing can have been compiled by it.
     """
     kind: Any = table.get(table.COMPILED_REGION, load=False)
-    return None if kind is ABSENT else replace(kind, "__call__", call)
+    return (lambda: None) if kind is ABSENT else replace(kind, "__call__", call)

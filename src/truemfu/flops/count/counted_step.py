@@ -37,7 +37,7 @@ from ..shadow.values import Following
 from ..wrappers import has_values
 from .calls import counted
 from .counting_mode import CountingMode
-from .explain import explain
+from .explain import explain, is_about_fake_tensors
 from .loss import loss_of
 
 FAKE, REAL = "count on fake tensors", "count on real CPU copies"
@@ -85,7 +85,8 @@ class CountedStep:
         except TruemfuError:
             raise
         except Exception as error:
-            raise explain(error, self.model) from error
+            cause = error if is_about_fake_tensors(fake_error) else fake_error
+            raise explain(cause, self.model) from error
         return tally, REAL, (f"counting on fake tensors failed ({one_line(fake_error)})",)
 
     def real_bytes(self) -> int:

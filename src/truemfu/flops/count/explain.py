@@ -12,6 +12,17 @@ from ...errors import BatchError, ModelError, TruemfuError, one_line
 from ..wrappers import unwrap
 
 
+def is_about_fake_tensors(error: Exception) -> bool:
+    """Whether an error is caused by fake tensors, and so means nothing to the user."""
+    home = type(error).__module__
+    text = str(error).lower()
+    return (
+        home.startswith(("torch._subclasses", "torch.fx.experimental"))
+        or "fake" in text
+        or "shape_env" in text
+    )
+
+
 def explain(error: Exception, model: nn.Module) -> TruemfuError:
     """One line for an error from inside the model."""
     name, text = type(unwrap(model)).__name__, one_line(error)

@@ -26,7 +26,6 @@ from ...torch_private.dispatch import (
     next_sequence_nr,
 )
 from ...torch_private.watching import detects_overwrites, version_of
-from ..attention import kernels as attention_kernels
 from ..attention.eager import EagerAttention
 from ..attention.masks import MASK_NOT_READ
 from ..count.data_flow import APART, UNDECIDED, is_custom
@@ -34,8 +33,7 @@ from ..count.padding import PAD
 from ..count.step_work import StepWork, work_of
 from ..count.tally import Entry, Tally, operator_name
 from ..flop_count import FlopCount
-from ..operators.matrix_work import does_matrix_work, is_torch_own
-from ..registry import OPERATOR_FORMULAS
+from ..operators.matrix_work import matters
 from ..shadow.values import Value
 from .calls import Call, FunctionCalls
 from .compiled import RegionRun
@@ -100,7 +98,7 @@ class Observation(Tally):
             nodes.setdefault(next_sequence_nr() - 1, func)
         is_work = self._is_work.get(id(func))  # hashing an operator takes longer than all of this
         if is_work is None:
-            is_work = _may_be_work(operator_name(func)) or self._may_be_attention(func)
+            is_work = self._may_be_work(operator_name(func), func)
             self._is_work[id(func)] = is_work
         if is_work or self._flow.is_active():
             self._record_locked(func, args, kwargs, out)
@@ -265,8 +263,9 @@ class Observation(Tally):
     def training_entries(self) -> Sequence[Entry]:
         return [entry for entry in self.entries if entry.phase != APART]
 
-    def _may_be_attention(self, func: Any) -> bool:
-        return self._eager is not None and self._eager.concerns(getattr(func, "overloadpacket", None))
+    def _may_be_work(self, name: str, func: Any) -> bool:
+        packet = getattr(func, "overloadpacket", None)
+        return matters(name) or name == PAD or (self._eager is not None and self._eager.concerns(packet))
 
     def value(self, tensor: torch.Tensor) -> Value | None:
         if isinstance(tensor, FakeTensor) or tensor.is_meta:
@@ -290,16 +289,6 @@ class Observation(Tally):
 
     def _evaluated(self, function: Callable[..., Any], shape: Sequence[int], device: Any) -> Value | None:
         raise Uncopied("the pairs that a flex-attention mask function allows are unknown in a training run")
-
-
-def _may_be_work(name: str) -> bool:
-    return (
-        name in attention_kernels.KERNELS
-        or name in OPERATOR_FORMULAS
-        or does_matrix_work(name)
-        or not is_torch_own(name)
-        or name == PAD
-    )
 
 
 _NAMED_BY_OPERATOR = frozenset(("mm", "addmm", "bmm", "baddbmm", "convolution", "mv"))

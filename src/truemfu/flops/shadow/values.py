@@ -19,7 +19,14 @@ from typing import Any
 
 import torch
 
-from ...torch_private.dispatch import FakeTensor, FakeTensorMode, OpOverload, TorchDispatchMode, disable_modes
+from ...torch_private.dispatch import (
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    TorchDispatchMode,
+    arguments_by_name,
+    disable_modes,
+)
 from ...torch_private.trees import tree_flatten, tree_map_only, tree_unflatten
 from ..host_copy import on_host
 
@@ -29,6 +36,7 @@ MAX_ELEMENTS = 1 << 27
 """Values with more elements than this are not computed."""
 
 _MAX_NEW_FLOATS = 1 << 20
+_ON_CPU = {"device": torch.device("cpu"), "pin_memory": False}
 _NUMBERS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -110,7 +118,6 @@ _FILLS = _NEW | _EMPTY | {aten.zeros.default, aten.ones.default, aten.full.defau
 _RANKING = {aten.topk.default, aten.sort.default, aten.sort.stable, aten.max.dim, aten.min.dim}
 _CHOICE = {aten.argmax.default, aten.argmin.default, aten.multinomial.default, aten.argsort.default}
 _WINNER = {aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim}
-_ONE_DIMENSION = _WINNER | {aten.sort.default, aten.argsort.default}
 _DYNAMIC = {
     aten.nonzero.default,
     aten.masked_select.default,
@@ -202,9 +209,6 @@ def written_tensors(func: OpOverload, args: Any, kwargs: Any) -> list[torch.Tens
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
     return [leaf for leaf in tree_flatten(arguments)[0] if isinstance(leaf, torch.Tensor)]
-
-
-_ON_CPU = {"device": torch.device("cpu"), "pin_memory": False}
 
 
 class _Call:
@@ -350,7 +354,7 @@ class Following(TorchDispatchMode):
             return
         if func in _RANKING or func in _CHOICE:
             if any(v is None for v in values) or torch.Tag.nondeterministic_seeded in func.tags:
-                self._assume_ranking(func, args, out)
+                self._assume_ranking(func, args, kwargs, out)
                 return
         elif torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
             if not values and isinstance(out, FakeTensor) and out.numel() <= _MAX_NEW_FLOATS:
@@ -399,17 +403,13 @@ class Following(TorchDispatchMode):
         except NotImplementedError:  # it has no CPU kernel
             mark_unknown(written)
 
-    def _assume_ranking(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
+    def _assume_ranking(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Spread the choices of a ranking evenly: row r takes (r·k + j) mod n for its j-th choice."""
         indices = out[1] if func in _RANKING else out
         if not isinstance(indices, FakeTensor) or indices.numel() > MAX_ELEMENTS:
             return
-        source = args[0]
-        dim = -1
-        if func is aten.topk.default:
-            dim = args[2] if len(args) > 2 else -1
-        elif func in _ONE_DIMENSION and len(args) > 1:
-            dim = args[1] if args[1] is not None else -1
+        source, given = args[0], arguments_by_name(func, args, kwargs).get("dim")
+        dim = -1 if given is None else given
         choices = source.shape[dim] if source.dim() else 1
         shape = tuple(indices.shape)
 
