@@ -88,7 +88,7 @@ class FlopModel:
     Only shapes are read, and the values of packed positions, cumulative lengths and image grids: put these
     on the CPU if the caller must not wait for the device. All other tensors may be on the meta device, and
     are then taken to be complete (no padding, a label for each token). If values matter, all integers are
-    read. Not thread-safe. A weak reference to a model does not keep it alive.
+    read. Not thread-safe. `model` may be a weak reference, which does not keep it alive.
     """
 
     def __init__(
