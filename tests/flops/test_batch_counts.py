@@ -12,7 +12,7 @@ from torch import nn
 
 from truemfu import Convention, FlopModel, count_flops
 from truemfu.errors import BatchError
-from truemfu.flops.closed_form import batch_counts
+from truemfu.flops.closed_form import flop_model
 from truemfu.flops.closed_form.batch_key import BatchKey
 from truemfu.flops.count.counted_step import CountedStep
 
@@ -97,11 +97,11 @@ def test_counts_of_single_shapes_are_kept(no_counting: Callable[[], None]) -> No
 
 
 def test_kinds_of_batches_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_counts, "_MOST_KINDS", 3)
+    monkeypatch.setattr(flop_model, "_MOST_KINDS", 3)
     f = FlopModel.fit(Words(), words(2, 9))
     for number in range(5):
         f(words(2, 9, **{f"option_{number}": True}))
-    assert len(f._counts.forms) == 3
+    assert len(f._kinds) == 3
 
 
 def test_a_batch_of_another_kind_is_counted() -> None:

@@ -14,10 +14,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from truemfu import Convention
 from truemfu.flops.flop_count import FlopCount
-from truemfu.flops.observe.compiled import RECOMPILES, _matters
-from truemfu.flops.observe.observed_tally import OTHER_BACKEND
+from truemfu.flops.observe.compiled import RECOMPILES
+from truemfu.flops.observe.observation import OTHER_BACKEND
 from truemfu.flops.observe.observer import StepObserver
 from truemfu.flops.observe.region_graph import RegionError, read_graph
+from truemfu.flops.operators.matrix_work import matters
 from truemfu.torch_private import compiler
 
 needs_guards = pytest.mark.skipif(
@@ -173,7 +174,7 @@ def test_where_guards_fail_under_a_mode_no_compiled_step_is_observed(monkeypatch
 
 
 def products(text: str, inputs: list[Any], *, is_backward: bool = False) -> list[Any]:
-    return list(read_graph(text).products(inputs, is_backward=is_backward, matters=_matters))
+    return list(read_graph(text).products(inputs, is_backward=is_backward, matters=matters))
 
 
 def graph(arguments: str, *lines: str) -> str:

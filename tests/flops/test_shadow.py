@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -79,18 +78,6 @@ def test_autocast_is_carried_over() -> None:
     assert set(count_flops(Net(), (X,)).by_dtype) == {"fp32"}
 
 
-def test_the_default_device_is_carried_over() -> None:
-    with torch.device("meta"):
-        state = autocast_state()
-
-    def places() -> list[str]:
-        with state.applied():
-            inside = torch.zeros(1).device.type
-        return [inside, torch.zeros(1).device.type]
-
-    assert places() == ["meta", "cpu"]
-
-
 def cast_of_weight(output: torch.Tensor) -> Any:
     """The autograd node that cast the weight of a linear layer without a bias."""
     product = output.grad_fn
@@ -160,24 +147,22 @@ def test_a_layer_that_is_dropped_at_rate_0_or_1_assumes_no_draw(keeps: Any, rate
         assert ("second" in count.by_module) == (rate == 0)
 
 
-def test_messages_of_other_threads_about_fake_tensors_are_not_lost(caplog: pytest.LogCaptureFixture) -> None:
+def test_messages_about_fake_tensors_are_hidden_during_a_count(caplog: pytest.LogCaptureFixture) -> None:
     import logging
 
     logger = logging.getLogger("torch._subclasses.fake_tensor")
 
     def speak(x: torch.Tensor) -> torch.Tensor:
         logger.error("from the count")
-        thread = threading.Thread(target=logger.error, args=("from the training",))
-        thread.start()
-        thread.join()
         return x
 
     logger.addHandler(caplog.handler)
     try:
         count_flops(Net(speak), (X,))
+        logger.error("from later on")
     finally:
         logger.removeHandler(caplog.handler)
-    assert "from the training" in caplog.text
+    assert "from later on" in caplog.text
     assert "from the count" not in caplog.text
 
 

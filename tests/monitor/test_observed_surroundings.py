@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.data import DataLoader, Dataset
 
 from truemfu import TrainingMonitor
-from truemfu.flops.observe import observed_tally
+from truemfu.flops.observe import observation
 from truemfu.monitor.step_recorder import StepRecorder
 
 PEAK = 1e12
@@ -130,7 +130,7 @@ def test_a_monitor_that_fails_in_an_observed_step_leaves_it(
 
 
 def test_a_step_that_does_not_end_keeps_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(observed_tally, "_MOST_OPERATORS", 1000)
+    monkeypatch.setattr(observation, "_MOST_OPERATORS", 1000)
     model = mlp(64)
     monitor = TrainingMonitor(tmp_path, CONFIG, model=model)
     train(model)

@@ -17,7 +17,6 @@ from __future__ import annotations
 from .arguments import check_call
 from .attention.windows import Windows
 from .batch import CUMULATIVE, GRIDS, documents_of, is_readable
-from .closed_form.batch_counts import BatchCounts
 from .closed_form.batch_key import kind_and_sizes, lengths_in, sizes_of_lengths
 from .closed_form.flop_model import FlopModel
 from .closed_form.form import MicroBatch, ObservedForm

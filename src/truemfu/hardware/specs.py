@@ -18,7 +18,6 @@ A new chip is one line there. What the columns mean:
   SMs a slice on an A100, which leaves 10 of its 108 out.
 - `device_names` are separated by `|`. One row is one device *as torch shows it*: each die of an MI250X is a
   separate device.
-- `{name}` in `source` is one of `SHARED_SOURCES`.
 
 Rows to read with care: the 120GB and 480GB in a GH200's names are the CPU's memory. Of the Blackwell data
 centre chips, only the B200's clock is published. An L40S's bf16 and fp16 are for 2,490 MHz, its other figures
@@ -108,27 +107,6 @@ class DeviceSpec:
         )
 
 
-SHARED_SOURCES = {
-    "volta": "NVIDIA Tesla V100 datasheet; Tesla V100 GPU Architecture whitepaper",
-    "turing": "NVIDIA Turing GPU Architecture whitepaper",
-    "ampere": "NVIDIA A100 Tensor Core GPU datasheet; NVIDIA A100 Tensor Core GPU Architecture whitepaper",
-    "a800": "NVIDIA A800 Tensor Core GPU datasheet",
-    "ga102": "NVIDIA Ampere GA102 GPU Architecture whitepaper",
-    "hopper": "NVIDIA H100 Tensor Core GPU Architecture whitepaper",
-    "h800": "NVIDIA H800 Tensor Core GPU datasheet",
-    "gh200": "NVIDIA GH200 Grace Hopper Superchip datasheet",
-    "blackwell": "NVIDIA Blackwell Architecture Technical Brief; NVIDIA HGX and GB200 NVL72 datasheets",
-    "ada": "NVIDIA Ada GPU Architecture whitepaper",
-    "rtx_blackwell": "NVIDIA RTX Blackwell GPU Architecture whitepaper",
-    "rtx_pro": "NVIDIA RTX Blackwell PRO GPU Architecture whitepaper; RTX PRO 6000 Blackwell datasheets",
-    "cdna2": "AMD CDNA 2 Architecture whitepaper; AMD Instinct MI200 series datasheet",
-    "cdna3": "AMD CDNA 3 Architecture whitepaper; AMD Instinct MI300 series datasheets",
-    "cdna4": "AMD CDNA 4 Architecture whitepaper; AMD Instinct MI350 series datasheets",
-    "tpu": "Google Cloud TPU system architecture documentation",
-}
-"""Documents that several rows of `chips.csv` cite."""
-
-
 def _devices() -> tuple[DeviceSpec, ...]:
     with Path(__file__).with_name("chips.csv").open(encoding="utf-8", newline="") as table:
         return tuple(_spec(row) for row in csv.DictReader(table, strict=True))
@@ -148,7 +126,7 @@ def _spec(row: dict[str, Any]) -> DeviceSpec:
         boost_clock_hz=_scaled(row["clock_mhz"], 6),
         tensor_flops_per_cycle_per_sm=_integer(row["tensor_flops_per_cycle_per_sm"]),
         mig_sm_counts=tuple(_mig_profile(text) for text in row["mig_sm_counts"].split()),
-        source=row["source"].format_map(SHARED_SOURCES),
+        source=row["source"],
     )
 
 

@@ -18,20 +18,19 @@ from __future__ import annotations
 import functools
 import math
 import numbers
+import weakref
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from ..convention import Convention
 from ..errors import ModelError, TruemfuError, UsageError, closest, one_line, warn_once
 from ..flops import (
     AutocastState,
-    BatchCounts,
     BatchRequest,
     FlopCount,
+    FlopModel,
     Shadow,
     StepProfiler,
     autocast_state,
@@ -198,10 +197,10 @@ def _hybrid_substitute(device: torch.device | None) -> str:
     return "profiler"
 
 
-_cached_forms: WeakKeyDictionary[nn.Module, tuple[Fingerprint, AutocastState, BatchCounts]] = (
-    WeakKeyDictionary()
+_cached_forms: weakref.WeakKeyDictionary[nn.Module, tuple[Fingerprint, AutocastState, FlopModel]] = (
+    weakref.WeakKeyDictionary()
 )
-"""The counts of a model with their closed forms, after what they hold for."""
+"""A model's counts and closed forms, after what they hold for; they do not keep the model alive."""
 
 
 def _smart(model: nn.Module, batch: Batch) -> FlopCount:
@@ -209,10 +208,8 @@ def _smart(model: nn.Module, batch: Batch) -> FlopCount:
     mark, autocast = fingerprint([inner]), autocast_state()
     cached = _cached_forms.get(inner)
     if cached is None or cached[:2] != (mark, autocast):
-        counts = BatchCounts(convention=Convention(), backward=True, loss_fn=None)
-        counts.fit(inner, batch)
-        cached = _cached_forms[inner] = mark, autocast, counts
-    return cached[2].count(inner, batch)
+        cached = _cached_forms[inner] = mark, autocast, FlopModel.fit(weakref.ref(inner), batch)
+    return cached[2](batch)
 
 
 def _profiled(model: nn.Module, batch: Batch) -> FlopCount:
@@ -233,7 +230,7 @@ def _profiled(model: nn.Module, batch: Batch) -> FlopCount:
         untouched_casts(),
         torch.compiler.set_stance("force_eager"),
     ):
-        twin = Shadow(_shared_weight).model(model)
+        twin = Shadow(_shared_weight).tree(model)
         arguments = tree_map_only(torch.Tensor, lambda t: t.to(device), batch)
         profiler.start()
         try:

@@ -1,12 +1,11 @@
 """The backward passes that Python code starts: which outputs, and gradients of what.
 
-`Tensor.backward`, `autograd.backward` and `autograd.grad` share one function, for which torch has no hook. It
-is replaced while there are listeners, and restored afterwards.
+`Tensor.backward`, `autograd.backward` and `autograd.grad` share one function, for which torch has no hook: it
+is replaced while there are listeners.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -15,12 +14,10 @@ import torch
 from . import table
 from .dispatch import disable_torch_function
 from .find import ABSENT
+from .replacing import Listeners
 
 Listener = Callable[[Sequence[int], Hashable], None]
 _MOST_OUTPUTS = 8
-_listeners: tuple[Listener, ...] = ()
-_ours: Any = None
-_original: Any = None
 
 
 def listen(listener: Listener) -> Callable[[], None]:
@@ -29,36 +26,23 @@ def listen(listener: Listener) -> Callable[[], None]:
     It gets the numbers of the outputs' autograd nodes, and what is equal for passes that ask for the same
     gradients. It must not raise.
     """
-    global _listeners, _ours, _original
-    found = table.get(table.RUN_BACKWARD)
-    if found is ABSENT:
+    if table.get(table.RUN_BACKWARD) is ABSENT:
         table.miss(table.RUN_BACKWARD)
         return lambda: None
-    if not _listeners and found is not _ours:  # ours is still there if it could not be restored
-        _original, _ours = found, _with_listeners(found)
-        torch.autograd._engine_run_backward = _ours  # type: ignore[attr-defined]
-    _listeners = (*_listeners, listener)
-
-    def stop() -> None:
-        global _listeners, _ours
-        _listeners = tuple(other for other in _listeners if other is not listener)
-        if not _listeners and table.get(table.RUN_BACKWARD) is _ours:  # else other code has wrapped ours
-            torch.autograd._engine_run_backward = _original  # type: ignore[attr-defined]
-            _ours = None
-
-    return stop
+    return _listeners.add(listener, torch.autograd, "_engine_run_backward")
 
 
-def _with_listeners(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if _listeners and not torch.compiler.is_compiling():
-            numbers, asked = _seen(outputs, *args)
-            for listener in _listeners:
-                listener(numbers, asked)
-        return original(outputs, *args, **kwargs)
+def _tell(
+    listeners: Sequence[Listener], original: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any
+) -> Any:
+    if not torch.compiler.is_compiling():
+        numbers, asked = _seen(outputs, *args)
+        for listener in listeners:
+            listener(numbers, asked)
+    return original(outputs, *args, **kwargs)
 
-    return run_backward
+
+_listeners: Listeners[Listener] = Listeners(_tell)
 
 
 def _seen(outputs: Any, *args: Any) -> tuple[Sequence[int], Hashable]:

@@ -13,6 +13,7 @@ import torch
 from . import table
 from .find import ABSENT
 from .mode_stack import put_at_the_bottom, take_out
+from .replacing import replace
 from .watching import graph_counters
 
 
@@ -91,27 +92,10 @@ def is_backward(region: Any) -> bool:
 
 def replace_region_call(
     call: Callable[[Callable[[Any, Any], Any], Any, Any], Any],
-) -> Callable[[], None] | None:
+) -> Callable[[], None]:
     """Run each compiled region as `call(run, region, inputs)`; returns what ends it.
 
-    None if inductor is not loaded: nothing can have been compiled by it. If another program has replaced the
-    call meanwhile, ours stays below it, without effect.
+    While inductor is not loaded, nothing can have been compiled by it.
     """
     kind: Any = table.get(table.COMPILED_REGION, load=False)
-    if kind is ABSENT:
-        return None
-    original = kind.__call__
-    is_active = True
-
-    @functools.wraps(original)
-    def watched(region: Any, inputs: Any) -> Any:
-        return call(original, region, inputs) if is_active else original(region, inputs)
-
-    def restore() -> None:
-        nonlocal is_active
-        is_active = False
-        if kind.__dict__.get("__call__") is watched:
-            kind.__call__ = original
-
-    kind.__call__ = watched
-    return restore
+    return (lambda: None) if kind is ABSENT else replace(kind, "__call__", call)

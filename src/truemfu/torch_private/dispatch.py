@@ -7,7 +7,7 @@ reports what is missing.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,11 +52,6 @@ class _NoMode:
     supports_higher_order_operators = True
 
 
-@contextlib.contextmanager
-def _unchanged() -> Iterator[None]:
-    yield
-
-
 current_autograd_node: Callable[[], Any] = table.get_or(table.AUTOGRAD_NODE, lambda: None)
 current_graph_task_id: Callable[[], int] = table.get_or(table.GRAPH_TASK, lambda: -1)
 next_sequence_nr: Callable[[], int] = table.get_or(table.SEQUENCE_NUMBER, lambda: 0)
@@ -76,7 +71,7 @@ else:
     FakeTensor = table.get_or(table.FAKE_TENSOR, _NoFakeTensor)
     FakeTensorMode = table.get_or(table.FAKE_MODE, _NoMode)
     TorchDispatchMode = table.get_or(table.DISPATCH_MODE, _NoMode)
-    disable_modes = table.get_or(table.DISABLE_MODES, _unchanged)
+    disable_modes = table.get_or(table.DISABLE_MODES, contextlib.nullcontext)
 
 __all__ = [
     "FakeTensor", "FakeTensorMode", "OpOverload", "TorchDispatchMode", "check_counts",
@@ -113,6 +108,12 @@ def hidden_from_modes() -> contextlib.AbstractContextManager[Any]:
 def _hidden() -> Iterator[None]:
     with disable_modes(), disable_torch_function():
         yield
+
+
+def arguments_by_name(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of an operator's call by the names that its schema gives them, without defaults."""
+    names = [argument.name for argument in func._schema.arguments]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def flex_attention_operators() -> list[Any]:

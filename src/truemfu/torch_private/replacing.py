@@ -1,29 +1,76 @@
-"""Replaces names of torch for the duration of a count."""
+"""Replaces functions of torch while they are needed, and restores them afterwards.
+
+If other code has wrapped a replacement meanwhile, it stays below that code and does what the original does.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from . import table
 from .find import ABSENT
 
+Listener = TypeVar("Listener")
+
+
+def replace(owner: Any, name: str, instead: Callable[..., Any]) -> Callable[[], None]:
+    """Run `instead(original, *args, **kwargs)` for calls of a function; the returned function ends that."""
+    original, is_active = getattr(owner, name), True
+
+    @functools.wraps(original)
+    def ours(*args: Any, **kwargs: Any) -> Any:
+        return instead(original, *args, **kwargs) if is_active else original(*args, **kwargs)
+
+    def end() -> None:
+        nonlocal is_active
+        is_active = False
+        if vars(owner).get(name) is ours:
+            setattr(owner, name, original)
+
+    setattr(owner, name, ours)
+    return end
+
 
 @contextlib.contextmanager
-def replaced(path: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace a module's name by `make(original)` inside the context; does nothing if it is not loaded."""
+def replaced(path: str, instead: Callable[..., Any]) -> Iterator[None]:
+    """The same for a name of the table inside the context; does nothing if its module is not loaded."""
     home, _, name = path.partition(":")
-    module: Any = sys.modules.get(home)
-    original = table.get(path, load=False)
-    if module is None or original is ABSENT:
-        if module is not None:
+    if table.get(path, load=False) is ABSENT:
+        if home in sys.modules:
             table.miss(path)
         yield
         return
-    setattr(module, name, make(original))
+    end = replace(sys.modules[home], name, instead)
     try:
         yield
     finally:
-        setattr(module, name, original)
+        end()
+
+
+class Listeners(Generic[Listener]):
+    """Those who are told of each call of a function, which is replaced while there are any.
+
+    `tell(listeners, original, *args, **kwargs)` tells them, and calls the original.
+    """
+
+    def __init__(self, tell: Callable[..., Any]) -> None:
+        self._tell = tell
+        self._all: tuple[Listener, ...] = ()
+        self._end: Callable[[], None] = lambda: None
+
+    def add(self, listener: Listener, owner: Any, name: str) -> Callable[[], None]:
+        """Tell a listener of this function's calls; the returned function ends that."""
+        if not self._all:
+            self._end = replace(owner, name, lambda *args, **kwargs: self._tell(self._all, *args, **kwargs))
+        self._all = (*self._all, listener)
+
+        def remove() -> None:
+            self._all = tuple(other for other in self._all if other is not listener)
+            if not self._all:
+                self._end()
+
+        return remove

@@ -16,27 +16,22 @@ from torch import nn
 
 from . import table
 from .find import ABSENT
+from .replacing import replace
 
-_wrapped: list[Any] = []
 
-
+@functools.cache
 def script_without(is_ours: Callable[[Any], bool]) -> None:
     """From now on models are scripted and traced without the forward hooks for which `is_ours` holds."""
-    if _wrapped:
-        return
-    original = table.get(table.SCRIPT_MODULE)
-    _wrapped.append(original)
-    if original is ABSENT:
+    if table.get(table.SCRIPT_MODULE) is ABSENT:
         table.miss(table.SCRIPT_MODULE)
         return
 
-    @functools.wraps(original)
-    def create(nn_module: Any, *args: Any, **kwargs: Any) -> Any:
+    def create(original: Any, nn_module: Any, *args: Any, **kwargs: Any) -> Any:
         with _hidden(nn_module, is_ours):
             return original(nn_module, *args, **kwargs)
 
     home, _, name = table.SCRIPT_MODULE.partition(":")
-    setattr(sys.modules[home], name, create)
+    replace(sys.modules[home], name, create)
 
 
 @contextlib.contextmanager

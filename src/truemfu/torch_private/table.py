@@ -93,9 +93,6 @@ PROFILER_STOP = _private("torch.autograd.profiler:_run_on_profiler_stop", _NOT_P
 FUNCTORCH_LEVEL = _private(
     "torch._C:_functorch.peek_interpreter_stack", "batches inside vmap cannot be recognised: there is no MFU"
 )
-ANY_AUTOCAST = _private(
-    "torch._C:_is_any_autocast_enabled", "autocast is looked up for each device, which is slower"
-)
 CURRENT_STREAM = _private(
     "torch._C:_cuda_getCurrentStream", "the stream is looked up again for each step, which is slower"
 )

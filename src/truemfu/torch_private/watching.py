@@ -1,4 +1,4 @@
-"""Names of torch that a monitor needs on the training thread: state of autograd, vmap, autocast; calls."""
+"""Names of torch that a monitor needs on the training thread: state of autograd and vmap; calls."""
 
 from __future__ import annotations
 
@@ -12,17 +12,10 @@ from torch import nn
 from . import table
 from .find import ABSENT
 
-
-def _any_autocast() -> bool:
-    table.miss(table.ANY_AUTOCAST)
-    return torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
-
-
 backward_number: Callable[[], int] = table.get_or(table.GRAPH_TASK, lambda: -1)
 """The number of the backward pass this thread is in; -1 outside. Only valid if `detects_surroundings`."""
 functorch_level: Callable[[], Any] = table.get_or(table.FUNCTORCH_LEVEL, lambda: None)
 """The innermost vmap or other functorch transform; None outside. Only valid if `detects_surroundings`."""
-is_any_autocast: Callable[[], bool] = table.get_or(table.ANY_AUTOCAST, _any_autocast)
 current_stream_data: Callable[[int], Any] | None = table.get_or(table.CURRENT_STREAM, None)
 """Identifies the current stream without creating an object; None if torch lacks it."""
 

@@ -20,8 +20,8 @@ from ..attention.windows import Windows
 from ..count.counted_step import CountedStep
 from ..flop_count import FlopCount
 from ..wrappers import unwrap
-from .batch_counts import CLOSED_FORM
 from .copies import Example, with_values
+from .flop_model import CLOSED_FORM
 from .integers import count_of, integers_of
 from .linear import solve
 from .terms import candidates, values

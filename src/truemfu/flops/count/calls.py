@@ -17,6 +17,8 @@ from ...torch_private.replacing import replaced
 from ...torch_private.table import RUN_BACKWARD
 from ...torch_private.trees import tree_flatten
 from ..shadow.values import attach, value_of
+from .counting_mode import CountingMode
+from .kernel_launches import watched_launches
 from .tally import Tally
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -32,26 +34,23 @@ _PLAIN_TENSOR = torch.empty(0, device="cpu")
 _RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
 
-def follow_modules(model: nn.Module, tally: Tally) -> None:
-    """Report to the tally which module runs; the model is a shadow, so hooks may be registered on it."""
-    for path, module in model.named_modules():
-        window = getattr(module, "sliding_window", None)
-        if isinstance(window, int):
-            tally.pairs.windows[path] = window
-
-        def enter(module: nn.Module, args: Any, path: str = path) -> None:
-            tally.enter_module(path)
-
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
-            tally.leave_module()
-
-        module.register_forward_pre_hook(enter, prepend=True)
-        module.register_forward_hook(leave, always_call=True)
+@contextlib.contextmanager
+def counted(tally: CountingMode) -> Iterator[None]:
+    """Count what this thread runs inside the context; compiled code inside runs eagerly."""
+    with (
+        torch.autograd.set_multithreading_enabled(False),  # autograd numbers its nodes by thread
+        torch.compiler.set_stance("force_eager"),
+        _following_modules(tally),
+        watched_launches(tally),
+        _following_calls(tally),
+        tally,
+    ):
+        yield
 
 
 @contextlib.contextmanager
-def following_modules(tally: Tally) -> Iterator[None]:
-    """The same for modules of the user: global module hooks, for the duration of the context.
+def _following_modules(tally: Tally) -> Iterator[None]:
+    """Report to the tally which module runs inside the context, by global module hooks.
 
     A module is named by the attribute path from the outermost module that was called.
     """
@@ -61,7 +60,10 @@ def following_modules(tally: Tally) -> Iterator[None]:
     def enter(module: nn.Module, args: Any) -> None:
         if id(module) not in names:
             roots.append(module)
-            names.update({id(m): path for path, m in module.named_modules()})
+            for path, inner in module.named_modules():
+                names[id(inner)] = path
+                if isinstance(window := getattr(inner, "sliding_window", None), int):
+                    tally.pairs.windows[path] = window
         tally.enter_module(names[id(module)])
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
@@ -79,18 +81,15 @@ def following_modules(tally: Tally) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def following_calls(tally: Tally, *, on_shadow: bool = False) -> Iterator[None]:
+def _following_calls(tally: CountingMode) -> Iterator[None]:
     """Report torch calls to the tally, also during a backward pass: torch suspends a mode while it handles a
     call, and the call that runs the backward pass lasts until that pass is over."""
-    calls, here = Calls(tally, on_shadow=on_shadow), threading.get_ident()
+    calls, here = Calls(tally), threading.get_ident()
 
-    def followed(run_backward: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            is_suspended = threading.get_ident() == here and not has_torch_function((_PLAIN_TENSOR,))
-            with calls if is_suspended else contextlib.nullcontext():
-                return run_backward(*args, **kwargs)
-
-        return run
+    def followed(run_backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        is_suspended = threading.get_ident() == here and not has_torch_function((_PLAIN_TENSOR,))
+        with calls if is_suspended else contextlib.nullcontext():
+            return run_backward(*args, **kwargs)
 
     with replaced(RUN_BACKWARD, followed), calls:
         yield
@@ -100,19 +99,18 @@ class Calls(TorchFunctionMode):
     """Intercepts a few torch calls before they are split into operators.
 
     These are constructors and exports that read a tensor's memory, which fake tensors do not have; exports of
-    any tensor, after which torch no longer sees the work; and, if `on_shadow`, attention on nested tensors,
-    for which few devices have kernels.
+    any tensor, after which torch no longer sees the work; and, on a shadow, attention on nested tensors, for
+    which few devices have kernels.
     """
 
-    def __init__(self, tally: Tally, *, on_shadow: bool = False) -> None:
+    def __init__(self, tally: CountingMode) -> None:
         super().__init__()
         self._tally = tally
-        self._on_shadow = on_shadow
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func is nn.functional.scaled_dot_product_attention:
-            if self._on_shadow and (args[0] if args else kwargs["query"]).is_nested:
+            if self._tally.is_on_shadow and (args[0] if args else kwargs["query"]).is_nested:
                 return _attention_by_document(*args, **kwargs)
             return func(*args, **kwargs)  # from a place of its own, which `PaddedHeads` recognises
         if func in (torch.tensor, torch.as_tensor) and args and not isinstance(args[0], torch.Tensor):
@@ -134,7 +132,7 @@ class Calls(TorchFunctionMode):
             args, kwargs["device"] = args[:2], args[2]
         given = kwargs.get("device")
         device = torch.get_default_device() if given is None else torch.device(given)
-        if not self._on_shadow or device.type in ("cpu", "meta"):
+        if not self._tally.is_on_shadow or device.type in ("cpu", "meta"):
             return func(numbers, *args[1:], **kwargs)
         needs_gradient = kwargs.pop("requires_grad", False)
         made = func(numbers, *args[1:], **{**kwargs, "device": "cpu"}).to(device)

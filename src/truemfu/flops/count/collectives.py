@@ -10,13 +10,13 @@ computes the shape of a result and sends nothing. Three cases have no answer on 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ...errors import SplitOverRanks
-from ...torch_private.dispatch import FakeTensor
+from ...torch_private.dispatch import FakeTensor, arguments_by_name
 from ...torch_private.trees import tree_flatten
 from ..shadow.values import mark_unknown
 
@@ -52,10 +52,9 @@ def run_on_shapes(
     return out
 
 
-def _has_equal_parts(func: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> bool:
+def _has_equal_parts(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether an all_to_all has parts of one size; one of lists of tensors is taken to have others."""
-    names = [argument.name for argument in func._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    given = arguments_by_name(func, args, kwargs)
     sizes = [value for name, value in given.items() if "split_sizes" in name]
     return bool(sizes) and len({size for part in sizes for size in part or ()}) <= 1
 

@@ -19,10 +19,9 @@ from ...torch_private.dispatch import check_counts
 from ..attention.windows import Windows
 from ..flop_count import FlopCount
 from ..wrappers import unwrap
-from .calls import following_calls, following_modules
+from .calls import counted
 from .counted_step import CountedStep
 from .counting_mode import CountingMode
-from .kernel_launches import watched_launches
 
 EXECUTED = "count of an executed step"
 _DEFAULT = Convention()
@@ -63,15 +62,7 @@ def count_step(
         raise UsageError(f"count_step takes a callable and its arguments; got {type(fn).__name__}")
     check_counts()
     tally = CountingMode(convention)
-    single_thread = torch.autograd.set_multithreading_enabled(False)  # autograd numbers its nodes by thread
-    with (
-        single_thread,
-        torch.compiler.set_stance("force_eager"),
-        following_modules(tally),
-        watched_launches(tally),
-        following_calls(tally),
-        tally,
-    ):
+    with counted(tally):
         fn(*args, **kwargs)
     count = tally.result(method=EXECUTED)
     warn_uncounted(count)

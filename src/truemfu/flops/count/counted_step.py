@@ -35,10 +35,9 @@ from ..shadow.shadow import Maker, Shadow
 from ..shadow.tensor_makers import fake_tensor, real_copy
 from ..shadow.values import Following
 from ..wrappers import has_values
-from .calls import follow_modules, following_calls
+from .calls import counted
 from .counting_mode import CountingMode
 from .explain import explain, is_about_fake_tensors
-from .kernel_launches import watched_launches
 from .loss import loss_of
 
 FAKE, REAL = "count on fake tensors", "count on real CPU copies"
@@ -127,25 +126,16 @@ class CountedStep:
     def _run_shadow(
         self, shadow: Shadow, tally: CountingMode, fake_mode: contextlib.AbstractContextManager[Any]
     ) -> None:
-        model = shadow.model(self.model)
+        model = shadow.tree(self.model)
         shadow.device = self.device
         args, kwargs, loss_fn = shadow.tree(self.args), shadow.tree(self.kwargs), shadow.tree(self.loss_fn)
-        follow_modules(model, tally)
         tally.is_on_shadow = True
-        with (
-            local_attention(),
-            torch.compiler.set_stance("force_eager"),
-            fake_mode,
-            watched_launches(tally),
-            following_calls(tally, on_shadow=True),
-            tally,
-        ):
+        with local_attention(), fake_mode, counted(tally):
             with torch.set_grad_enabled(self.backward):
                 output = model(*args, **kwargs)
                 loss = loss_of(output, loss_fn) if self.backward else None
             if loss is not None:
-                with torch.autograd.set_multithreading_enabled(False):
-                    loss.backward()
+                loss.backward()
 
 
 _lock = threading.RLock()

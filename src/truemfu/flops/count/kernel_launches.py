@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ...torch_private.dispatch import FakeTensor
+from ...torch_private.replacing import replace
 from .tally import Tally
 
 
@@ -30,13 +31,11 @@ def watched_launches(tally: Tally) -> Iterator[None]:
 
 def watch_launches(tally: Tally, is_watched: Callable[[], bool]) -> Callable[[], None]:
     """Report to the tally each Triton kernel launched while `is_watched`; returns what ends that."""
-    jit = sys.modules.get("triton.runtime.jit")
-    interface: Any = getattr(jit, "KernelInterface", None)
-    original = getattr(interface, "__getitem__", None)
-    if original is None:
+    interface: Any = getattr(sys.modules.get("triton.runtime.jit"), "KernelInterface", None)
+    if not hasattr(interface, "__getitem__"):
         return lambda: None
 
-    def choose_grid(kernel: Any, grid: Any) -> Any:
+    def choose_grid(original: Any, kernel: Any, grid: Any) -> Any:
         launch = original(kernel, grid)
         if not is_watched():
             return launch
@@ -50,12 +49,7 @@ def watch_launches(tally: Tally, is_watched: Callable[[], bool]) -> Callable[[],
 
         return watched
 
-    def stop() -> None:
-        if interface.__getitem__ is choose_grid:
-            interface.__getitem__ = original
-
-    interface.__getitem__ = choose_grid
-    return stop
+    return replace(interface, "__getitem__", choose_grid)
 
 
 def _name(kernel: Any) -> str:

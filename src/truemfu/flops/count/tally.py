@@ -24,6 +24,7 @@ import torch
 from ...convention import Convention
 from ...torch_private.dispatch import (
     OpOverload,
+    arguments_by_name,
     current_autograd_node,
     current_graph_task_id,
     disable_modes,
@@ -177,7 +178,7 @@ class Tally:
             self._padded.record(args, out)
             return None
         if (kernel := attention_kernels.KERNELS.get(name)) is not None:
-            work = attention_kernels.work_of_kernel(name, bind(func, args, kwargs))
+            work = attention_kernels.work_of_kernel(name, arguments_by_name(func, args, kwargs))
             if kernel.is_padded:
                 work = self._padded.without(work, args)
         elif name in ("higher_order::flex_attention", "higher_order::flex_attention_backward"):
@@ -203,9 +204,9 @@ class Tally:
             if not is_sparse(left) and not is_sparse(right):
                 entry.shape = left.shape[-2], right.shape[-1], left.shape[-1]
         elif "convolution" in name:
-            entry.channels = input_channels(bind(func, args, kwargs))
+            entry.channels = input_channels(arguments_by_name(func, args, kwargs))
         elif "grouped_mm" in name:
-            entry.groups = groups_and_rows(bind(func, args, kwargs))
+            entry.groups = groups_and_rows(arguments_by_name(func, args, kwargs))
         self.entries.append(entry)
         return entry
 
@@ -375,11 +376,6 @@ def _dtype(name: str, operand: Any) -> str:
 
 def _rescale(entry: Entry, scale: Scale) -> None:
     entry.needed, entry.executed = scale(entry.needed)
-
-
-def bind(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    names = [a.name for a in func._schema.arguments]
-    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def _lengths(cumulative: Value | None) -> list[int]:

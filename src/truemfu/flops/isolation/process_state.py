@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -23,22 +22,17 @@ _AUTOCAST_DEVICES = ("cuda", "cpu")
 
 @dataclass(frozen=True, kw_only=True)
 class AutocastState:
-    """Thread-local settings around a forward pass, which a later count of it must apply."""
+    """Whether autocast is on around a forward pass, for each device type, and the dtype it casts to."""
 
     dtypes: tuple[tuple[str, bool, torch.dtype], ...]
-    """Device type, whether autocast is on for it, and the dtype it casts to."""
-    default_device: torch.device
-    """The default device of new tensors."""
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
         """Apply this state to the current thread; unlike `torch.autocast`, it clears no cache on exit."""
         before = autocast_state()
         self._set()
-        device = self.default_device
         try:
-            with device if device != before.default_device else contextlib.nullcontext():
-                yield
+            yield
         finally:
             before._set()
 
@@ -54,8 +48,7 @@ def autocast_state() -> AutocastState:
         dtypes=tuple(
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in _AUTOCAST_DEVICES
-        ),
-        default_device=torch.empty(0).device,
+        )
     )
 
 
@@ -75,7 +68,7 @@ def untouched_casts() -> Iterator[None]:
 @contextlib.contextmanager
 def flex_attention_anywhere() -> Iterator[None]:
     """Let flex attention accept CPU tensors that need gradients, since fake tensors need no kernel."""
-    with replaced(FLEX_CHECK, lambda check: lambda *args, **kwargs: None):
+    with replaced(FLEX_CHECK, lambda check, *args, **kwargs: None):
         yield
 
 
@@ -109,18 +102,10 @@ def local_attention() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_fake_tensors() -> Iterator[None]:
-    """Suppress the traceback that torch logs for every operator that fails on fake tensors.
-
-    Messages of other threads are not suppressed.
-    """
+    """Suppress the traceback that torch logs for every operator that fails on fake tensors."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
-    here = threading.get_ident()
-
-    def of_others(record: logging.LogRecord) -> bool:
-        return record.thread != here
-
-    logger.addFilter(of_others)
+    before, logger.disabled = logger.disabled, True
     try:
         yield
     finally:
-        logger.removeFilter(of_others)
+        logger.disabled = before

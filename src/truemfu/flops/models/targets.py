@@ -26,6 +26,7 @@ from ...convention import Convention
 from ...errors import BatchError, ModelError, TruemfuError, UsageError, closest, one_line
 from ...known_models import known_model, known_models
 from ...torch_private.trees import tree_map_only
+from ..closed_form.copies import named_tensors
 from ..closed_form.position_loops import count_by_short_sequences
 from ..count.count import count_flops
 from ..flop_count import FlopCount
@@ -66,13 +67,13 @@ class Target:
     @property
     def samples(self) -> int | None:
         """The first dimension of the first tensor."""
-        first = next((tensor for _, tensor in self._tensors() if tensor.dim() > 0), None)
+        first = next((tensor for _, tensor in named_tensors(self.batch) if tensor.dim() > 0), None)
         return None if first is None else first.shape[0]
 
     @property
     def length(self) -> int | None:
         """Tokens per sample, if the batch holds tokens."""
-        for name, tensor in self._tensors():
+        for name, tensor in named_tensors(self.batch):
             if tensor.dim() == 2 and not tensor.is_floating_point() and name in _TOKENS:
                 return tensor.shape[1]
         return None
@@ -81,23 +82,13 @@ class Target:
     def shapes(self) -> str:
         """The tensors by name, for display: `input_ids 4×512, labels 4×512`."""
         return ", ".join(
-            f"{name} {'×'.join(map(str, t.shape)) or '()'}".strip() for name, t in self._tensors()
+            f"{name} {'×'.join(map(str, t.shape)) or '()'}".strip() for name, t in named_tensors(self.batch)
         )
 
     @property
     def tensor_shapes(self) -> dict[str, list[int]]:
         """The same as plain data; tensors of a tuple are named by their index."""
-        return {name or str(i): list(t.shape) for i, (name, t) in enumerate(self._tensors())}
-
-    def _tensors(self) -> list[tuple[str, Tensor]]:
-        if isinstance(self.batch, Mapping):
-            items = [(str(name), value) for name, value in self.batch.items()]
-        else:
-            items = [
-                ("", value)
-                for value in (self.batch if isinstance(self.batch, tuple | list) else [self.batch])
-            ]
-        return [(name, value) for name, value in items if isinstance(value, Tensor)]
+        return {name or str(i): list(t.shape) for i, (name, t) in enumerate(named_tensors(self.batch))}
 
 
 def parse_dtype(name: str, *, also: tuple[str, ...] = ()) -> torch.dtype:

@@ -15,7 +15,6 @@ are seen as usual.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -27,12 +26,11 @@ from ...convention import Convention
 from ...errors import one_line
 from ...torch_private import compiler
 from ...torch_private.mode_stack import why_not_to_observe
-from ..attention import kernels as attention_kernels
 from ..attention.kernels import AttentionWork
 from ..attention.masks import MASK_NOT_READ
 from ..count.call_tally import CallTally, GradientEdges
 from ..count.tally import Entry
-from ..operators.matrix_work import does_matrix_work, is_torch_own
+from ..operators.matrix_work import matters
 from ..registry import OPERATOR_FORMULAS
 from ..shadow.values import Value
 from .region_graph import Product, RegionError, read_graph
@@ -62,9 +60,7 @@ class RegionRun:
         if not self._text:
             raise RegionError(NO_GRAPHS)
         tally = _RegionTally(convention, self.phase)
-        products = read_graph(self._text).products(
-            self._sizes, is_backward=self.is_backward, matters=_matters
-        )
+        products = read_graph(self._text).products(self._sizes, is_backward=self.is_backward, matters=matters)
         for product in products:
             tally.add_product(product)
         if MASK_NOT_READ in tally.pairs.notes:
@@ -81,7 +77,7 @@ class CompiledRegions:
     def __init__(self, is_watched: Callable[[], bool], ran: Callable[[Any, Any], None]) -> None:
         self._is_watched, self._ran = is_watched, ran
         self._local = threading.local()
-        self._restore: Callable[[], None] | None = None
+        self._restore: Callable[[], None] = lambda: None
 
     def enter(self) -> None:
         """Begin to watch."""
@@ -89,16 +85,14 @@ class CompiledRegions:
 
     def leave(self) -> None:
         """Stop watching."""
-        if self._restore is not None:
-            self._restore()
-            self._restore = None
+        self._restore()
 
     def is_inside(self) -> bool:
         """Whether this thread runs a region's code: its operators are counted from the graph."""
         return bool(getattr(self._local, "depth", 0))
 
     def _call(self, run: Callable[[Any, Any], Any], region: Any, inputs: Any) -> Any:
-        if self._restore is None or self.is_inside() or not self._is_watched():
+        if self.is_inside() or not self._is_watched():
             return run(region, inputs)
         self._ran(region, inputs)
         self._local.depth = 1
@@ -125,16 +119,6 @@ def _size(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return tuple(value.shape)
     return value if isinstance(value, int) else None
-
-
-@functools.cache
-def _matters(name: str) -> bool:
-    return (
-        name in attention_kernels.KERNELS
-        or name in OPERATOR_FORMULAS
-        or does_matrix_work(name)
-        or (bool(name) and not is_torch_own(name))
-    )
 
 
 class _RegionTally(CallTally):

@@ -11,7 +11,6 @@ is unknown there. Graphs that torch.compile captures belong to compiled regions 
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from collections import Counter
@@ -19,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...convention import Convention
+from ...torch_private.replacing import replace
 from ..count.tally import Entry
 from .region_graph import RegionError
 
@@ -53,7 +53,7 @@ class Captures:
         self._kind, self._observe = kind, observe
         self._lock = threading.Lock()
         self._holders = 0
-        self._originals: dict[str, Any] = {}
+        self._restore: list[Callable[[], None]] = []
         self._tallies: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._ends: weakref.WeakKeyDictionary[Any, Callable[[], Any]] = weakref.WeakKeyDictionary()
         self._observers: list[Any] = []
@@ -63,19 +63,16 @@ class Captures:
         with self._lock:
             self._holders += 1
             if self._holders == 1:
-                self._replace("capture_begin", self._begin)
-                self._replace("capture_end", self._end)
-                self._replace("replay", self._replay)
+                by_name = {"capture_begin": self._begin, "capture_end": self._end, "replay": self._replay}
+                self._restore = [replace(self._kind, name, ours) for name, ours in by_name.items()]
 
     def release(self) -> None:
         """End one `hold`."""
         with self._lock:
             self._holders -= 1
             if self._holders == 0:
-                for name, (original, ours) in self._originals.items():
-                    if self._kind.__dict__.get(name) is ours:
-                        setattr(self._kind, name, original)
-                self._originals.clear()
+                for restore in self._restore:
+                    restore()
 
     def begin_step(self, observer: Any) -> None:
         """Report replays and captures to this observer, which has `replayed` and `captures`."""
@@ -87,18 +84,6 @@ class Captures:
         if observer in self._observers:
             self._observers.remove(observer)
             self.release()
-
-    def _replace(self, name: str, instead: Callable[..., Any]) -> None:
-        original = getattr(self._kind, name)
-
-        @functools.wraps(original)
-        def watched(graph: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._holders == 0:
-                return original(graph, *args, **kwargs)
-            return instead(original, graph, *args, **kwargs)
-
-        self._originals[name] = (original, watched)
-        setattr(self._kind, name, watched)
 
     def _begin(self, original: Any, graph: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(graph, *args, **kwargs)

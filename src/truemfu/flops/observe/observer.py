@@ -33,7 +33,6 @@ from ..count.kernel_launches import watch_launches
 from .compiled import CompiledRegions, reason_not_to_observe
 from .graphs import Captures, GraphReplay
 from .observation import Observation
-from .observed_tally import ObservedTally
 
 _OWN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
 _NO_DISPATCH = torch.Tensor.__torch_dispatch__
@@ -43,16 +42,17 @@ _left_behind: set[int] = set()
 
 
 class StepObserver:
-    """Watches what one training step runs. Made on the training thread, entered there."""
+    """Watches what one training step runs, or a CUDA graph's capture. Made and entered on its thread."""
 
-    def __init__(self, convention: Convention, *, captures: Captures | None = None) -> None:
-        self._captures = captures or cuda_captures(convention)
-        self._tally = ObservedTally(convention)
-        self._regions = CompiledRegions(self._is_watching, self._tally.saw_region)
-        self._mode = _mode(self._tally, self._regions)
+    def __init__(
+        self, convention: Convention, *, captures: Captures | None = None, is_capture: bool = False
+    ) -> None:
+        self._captures = None if is_capture else captures or cuda_captures(convention)
+        self._seen = Observation(convention, is_capture=is_capture)
+        self._regions = CompiledRegions(self._is_watching, self._seen.saw_region)
+        self._mode = _mode(self._seen, self._regions)
         self._thread = threading.get_ident()
         self._passes: list[bool] = []
-        self._first_batch_at: int | None = None
         self._stop_launches: Callable[[], None] = lambda: None
 
     def enter(self) -> None:
@@ -60,33 +60,35 @@ class StepObserver:
         self._thread = threading.get_ident()
         take_out(_is_finished)
         if (reason := reason_not_to_observe()) is not None:
-            self._tally.fail(reason)
+            self._seen.fail(reason)
             return
-        self._tally.mark_start()
+        self._seen.mark_start()
         self._regions.enter()
-        self._captures.begin_step(self)
+        if self._captures is not None:
+            self._captures.begin_step(self)
         put_at_the_bottom(self._mode)
-        self._stop_launches = watch_launches(self._tally, self._is_watching)
+        self._stop_launches = watch_launches(self._seen, self._is_watching)
 
     def leave(self) -> Observation:
         """Stop watching; what was seen. Never raises."""
         self._mode.is_finished = True
         self._regions.leave()
-        self._captures.end_step(self)
+        if self._captures is not None:
+            self._captures.end_step(self)
         self._stop_launches()
         if threading.get_ident() == self._thread:
             try:
                 take_out(_is_finished)
             except Exception as error:
-                self._tally.fail(f"observing the step did not end properly ({one_line(error)})")
+                self._seen.fail(f"observing the step did not end properly ({one_line(error)})")
         else:
             _left_behind.add(self._thread)
-            self._tally.fail(OTHER_THREAD)
-        return Observation(self._tally, self._first_batch_at)
+            self._seen.fail(OTHER_THREAD)
+        return self._seen
 
     def fail(self, reason: str) -> None:
         """Record why the FLOPs of this step are unknown, whatever is seen of it."""
-        self._tally.fail(reason)
+        self._seen.fail(reason)
 
     def suspend(self) -> None:
         """Ignore what runs from now on: a pause inside the step."""
@@ -106,10 +108,10 @@ class StepObserver:
         if self._mode in modes_of_this_thread():
             self._mode.is_capturing = is_capturing
 
-    def replayed(self, capture: ObservedTally | None) -> None:
+    def replayed(self, capture: Observation | None) -> None:
         """Record that a CUDA graph is replayed; `capture` is the tally of its capture, if there is one."""
         if self._is_watching():
-            self._tally.add_later(GraphReplay(capture, position=len(self._tally.entries)))
+            self._seen.add_later(GraphReplay(capture, position=len(self._seen.entries)))
 
     def pass_begins(self, *, is_training: bool, name: str | None = None) -> None:
         """Record that a watched model's forward begins; work is split by this name, if it has one."""
@@ -117,44 +119,27 @@ class StepObserver:
             return
         take_out(_is_finished)
         self._passes.append(is_training)
-        self._tally.training_passes += is_training
-        self._tally.enter_module(name or "")
+        self._seen.training_passes += is_training
+        self._seen.enter_module(name or "")
 
     def pass_ends(self) -> None:
         """Record that the watched model's forward has ended, by return or exception."""
         if threading.get_ident() == self._thread and self._passes:
-            self._tally.training_passes -= self._passes.pop()
-            self._tally.leave_module()
+            self._seen.training_passes -= self._passes.pop()
+            self._seen.leave_module()
 
     def batch_begins(self, *, may_be_packed: bool = False) -> None:
         """Record that a micro-batch of the step begins; documents may be packed in its rows."""
         if threading.get_ident() != self._thread:
-            self._tally.fail(OTHER_THREAD)
-        self._tally.batch_begins(may_be_packed=may_be_packed)
-        if self._first_batch_at is None:
-            self._first_batch_at = len(self._tally.entries)
+            self._seen.fail(OTHER_THREAD)
+        self._seen.batch_begins(may_be_packed=may_be_packed)
 
 
-def observe_capture(convention: Convention) -> Callable[[], ObservedTally]:
+def observe_capture(convention: Convention) -> Callable[[], Observation]:
     """Begin to observe the capture of a CUDA graph on this thread; returns what ends it."""
-    tally = ObservedTally(convention, is_capture=True)
-    regions = CompiledRegions(lambda: mode in modes_of_this_thread(), tally.saw_region)
-    mode = _mode(tally, regions)
-    thread = threading.get_ident()
-    if (reason := reason_not_to_observe()) is not None:
-        tally.fail(reason)
-    else:
-        regions.enter()
-        put_at_the_bottom(mode)
-
-    def end() -> ObservedTally:
-        mode.is_finished = True
-        regions.leave()
-        if threading.get_ident() == thread:
-            take_out(_is_finished)
-        return tally
-
-    return end
+    observer = StepObserver(convention, is_capture=True)
+    observer.enter()
+    return observer.leave
 
 
 @functools.cache
@@ -177,7 +162,7 @@ class _ObserverMode(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def __init__(self, tally: ObservedTally, regions: CompiledRegions) -> None:
+    def __init__(self, tally: Observation, regions: CompiledRegions) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._regions = regions
         self.is_finished = self.is_suspended = self.is_capturing = False
@@ -220,7 +205,7 @@ class _ObserverMode(TorchDispatchMode):
 count_flex_attention(_ObserverMode)
 
 
-def _mode(tally: ObservedTally, regions: CompiledRegions) -> _ObserverMode:
+def _mode(tally: Observation, regions: CompiledRegions) -> _ObserverMode:
     """A mode; once the compiler is loaded, one whose own code it does not compile.
 
     Dynamo compiles whatever Python code runs inside a compiled function after a graph break, such as the

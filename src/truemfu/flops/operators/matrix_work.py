@@ -12,7 +12,8 @@ import torch
 
 from ...errors import UsageError, one_line
 from ...torch_private.trees import tree_flatten
-from ..attention.kernels import AttentionWork
+from ..attention.kernels import KERNELS, AttentionWork
+from ..registry import OPERATOR_FORMULAS
 from .formulas import MATRIX_WORK_WITHOUT_FORMULA, RecurrentWork
 
 INDEX_DTYPES = (torch.int64, torch.int32, torch.int16, torch.bool)
@@ -64,6 +65,12 @@ def does_matrix_work(name: str) -> bool:
         ("quantized::linear", "quantized::conv", "mkldnn::_convolution", "mkldnn::_linear")
     )
     return name in MATRIX_WORK_WITHOUT_FORMULA or (packed and "prepack" not in name and "unpack" not in name)
+
+
+def matters(name: str) -> bool:
+    """Whether a call of this operator may multiply matrices: only some of those from outside torch do."""
+    has_formula = name in KERNELS or name in OPERATOR_FORMULAS
+    return has_formula or does_matrix_work(name) or (bool(name) and not is_torch_own(name))
 
 
 def may_be_matrix_work(name: str, args: Any, kwargs: Any, out: Any) -> bool:

@@ -45,8 +45,6 @@ _FRAMEWORKS = {
     "torch", "lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "deepspeed", "wandb",
     "mlflow", "tensorboard", "numpy", "datasets", "ray",
 }  # fmt: skip
-_OF_TORCH = frozenset(vars(nn.Module()))
-"""Attributes that every module has."""
 _CACHE = type(functools.lru_cache(lambda: None))  # the type of a decorated function
 _COPIED_C_TYPES: tuple[type, ...] = (types.SimpleNamespace, threading.local)
 _HEAP_TYPE = 1 << 9  # set for classes defined by a class statement
@@ -66,14 +64,8 @@ class Shadow:
         self._param_dtype: torch.dtype | None = None
         self._alive: list[Any] = []  # keeps ids in the memo from being used again
 
-    def model(self, model: nn.Module) -> nn.Module:
-        """The shadow of a whole model."""
-        shadow = self._module(unwrap(model))
-        assert isinstance(shadow, nn.Module)
-        return shadow
-
     def tree(self, thing: Any) -> Any:
-        """The shadow of any object: modules and tensors are replaced, mutable objects are copied."""
+        """The shadow of a model or any object: modules and tensors are replaced, mutable objects copied."""
         if type(thing) in _PLAIN or isinstance(thing, _SHARED):
             return thing
         if type(thing) in weakref.ProxyTypes:
@@ -96,8 +88,10 @@ class Shadow:
             self._memo[id(thing)] = make(thing)
         return self._memo[id(thing)]
 
-    def tensor(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor's replacement; for a parameter, a parameter with the same extra attributes."""
+        is_cast = self._param_dtype is not None and isinstance(tensor, nn.Parameter)
+        dtype = self._param_dtype if is_cast and tensor.is_floating_point() else None
         made = self._make(tensor, dtype or tensor.dtype, self.device)
         if made is not tensor and isinstance(tensor, nn.Parameter):
             if type(made) is torch.Tensor:
@@ -124,18 +118,14 @@ class Shadow:
         self._memo[id(module)] = shell
         state = shell.__dict__
         for name, value in module.__dict__.items():
-            if type(value) in _PLAIN:
-                state[name] = value
-            elif name in _OF_TORCH and not value:
-                state[name] = type(value)()
-            elif name == "_parameters":
-                state[name] = {k: self._parameter(v) for k, v in value.items()}
-            elif name == "_modules":
-                state[name] = {k: None if v is None else self._module(unwrap(v)) for k, v in value.items()}
-            elif name == "_buffers":
-                state[name] = {k: self.tree(v) for k, v in value.items()}
-            elif name.endswith("_hooks") and isinstance(value, dict):
+            if name.endswith("_hooks") and isinstance(value, dict):
                 state[name] = self._hooks(name, value)
+            elif name in (
+                "_parameters",
+                "_buffers",
+                "_modules",
+            ):  # some wrappers have dictionaries of their own
+                state[name] = {key: self.tree(each) for key, each in value.items()}
             elif name == "_compiled_call_impl":
                 state[name] = None
             else:
@@ -147,12 +137,6 @@ class Shadow:
             shell.register_forward_pre_hook(_cast_inputs(fsdp_dtype), prepend=True, with_kwargs=True)
         self._param_dtype = inherited
         return shell
-
-    def _parameter(self, parameter: torch.Tensor | None) -> torch.Tensor | None:
-        dtype = self._param_dtype
-        if parameter is not None and dtype is not None and parameter.is_floating_point():
-            return self._once(parameter, lambda p: self.tensor(p, dtype))  # type: ignore[no-any-return]
-        return self.tree(parameter)  # type: ignore[no-any-return]
 
     def _hooks(self, name: str, hooks: dict[Any, Any]) -> dict[Any, Any]:
         """Hooks run in a count, since they may change the work, but on copies of what they close over.

@@ -19,7 +19,14 @@ from typing import Any
 
 import torch
 
-from ...torch_private.dispatch import FakeTensor, FakeTensorMode, OpOverload, TorchDispatchMode, disable_modes
+from ...torch_private.dispatch import (
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    TorchDispatchMode,
+    arguments_by_name,
+    disable_modes,
+)
 from ...torch_private.trees import tree_flatten, tree_map_only, tree_unflatten
 from ..host_copy import on_host
 
@@ -28,7 +35,8 @@ aten = torch.ops.aten
 MAX_ELEMENTS = 1 << 27
 """Values with more elements than this are not computed."""
 
-_MAX_FLOAT_FACTORY = 1 << 20
+_MAX_NEW_FLOATS = 1 << 20
+_ON_CPU = {"device": torch.device("cpu"), "pin_memory": False}
 _NUMBERS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -88,36 +96,28 @@ def attach(tensor: torch.Tensor, value: Value) -> None:
     tensor._truemfu_value = value  # type: ignore[attr-defined]
 
 
-_FACTORIES = {
-    aten.arange.default,
-    aten.arange.start,
-    aten.arange.start_step,
-    aten.zeros.default,
-    aten.ones.default,
-    aten.full.default,
+_NEW = {
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
+    aten.empty_like.default,
+    aten.new_empty.default,
+}
+"""Operators whose result does not depend on the values of the tensor that they are given."""
+_EMPTY = {
     aten.empty.memory_format,
-    aten.scalar_tensor.default,
-    aten.eye.default,
-    aten.eye.m,
-    aten.linspace.default,
-    aten.tril_indices.default,
-    aten.triu_indices.default,
+    aten.empty_strided.default,
+    aten.empty_like.default,
+    aten.new_empty.default,
 }
-_FILLS = {aten.zeros.default, aten.ones.default, aten.full.default, aten.empty.memory_format}
-_LIKE = {
-    aten.zeros_like.default: 0,
-    aten.ones_like.default: 1,
-    aten.full_like.default: None,
-    aten.new_zeros.default: 0,
-    aten.new_ones.default: 1,
-    aten.new_full.default: None,
-    aten.empty_like.default: 0,
-    aten.new_empty.default: 0,
-}
+"""Their results may have any values: taken to be zeros."""
+_FILLS = _NEW | _EMPTY | {aten.zeros.default, aten.ones.default, aten.full.default}
 _RANKING = {aten.topk.default, aten.sort.default, aten.sort.stable, aten.max.dim, aten.min.dim}
 _CHOICE = {aten.argmax.default, aten.argmin.default, aten.multinomial.default, aten.argsort.default}
 _WINNER = {aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim}
-_ONE_DIMENSION = _WINNER | {aten.sort.default, aten.argsort.default}
 _DYNAMIC = {
     aten.nonzero.default,
     aten.masked_select.default,
@@ -138,8 +138,8 @@ def _traits(func: Any) -> tuple[bool, bool, bool]:
     """For an operator: whether it needs special handling here, whether it writes into an argument, and
     whether its results are unknown as soon as one of its inputs is."""
     mutable = func._schema.is_mutable
-    needs_all = not mutable and func not in _RANKING and func not in _CHOICE and func not in _LIKE
-    return func in _READS_VALUES or func in _CHECKED, mutable, needs_all and func not in _FACTORIES
+    needs_all = not mutable and func not in _RANKING and func not in _CHOICE and func not in _NEW
+    return func in _READS_VALUES or func in _CHECKED, mutable, needs_all
 
 
 def _has_unknown(arguments: Iterable[Any]) -> bool:
@@ -175,6 +175,12 @@ def _check_rows(weight: torch.Tensor, ids: torch.Tensor) -> None:
             )
 
 
+def _placeholder(tensor: torch.Tensor) -> torch.Tensor:
+    """Has a tensor's shape and dtype, for an operator that reads nothing else; the tensor is not held."""
+    with disable_modes():
+        return torch.empty((), dtype=tensor.dtype, device="cpu").expand(tensor.shape)
+
+
 def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """A random tensor, the same every time, from a generator of its own."""
     own = {"device": torch.device("cpu"), "pin_memory": False, "generator": torch.Generator().manual_seed(0)}
@@ -193,10 +199,6 @@ def mark_unknown(tensors: Iterable[torch.Tensor]) -> None:
     for tensor in tensors:
         if (value := value_of(tensor)) is not None:
             value.root.unknown = True
-
-
-def _numel(out: Any) -> int:
-    return sum(t.numel() for t in tree_flatten(out)[0] if isinstance(t, torch.Tensor))
 
 
 def written_tensors(func: OpOverload, args: Any, kwargs: Any) -> list[torch.Tensor]:
@@ -224,10 +226,10 @@ class _Call:
         for position, tensor in zip(self._positions, tensors, strict=True):
             real[position] = tensor
         args, kwargs = tree_unflatten(real, self._spec)
-        if "device" in kwargs:
-            kwargs["device"] = torch.device("cpu")
+        kwargs |= {name: value for name, value in _ON_CPU.items() if name in kwargs}
         on_cpu = _histogram if self.func is aten.histc.default else self.func
-        return on_cpu(*args, **kwargs)
+        out = on_cpu(*args, **kwargs)
+        return out.zero_() if self.func in _EMPTY else out
 
 
 class Following(TorchDispatchMode):
@@ -343,28 +345,24 @@ class Following(TorchDispatchMode):
         is_write = schema is not None and schema.is_mutable  # which may return nothing
         if not is_write and not isinstance(out, (torch.Tensor, tuple, list)):
             return
-        if func in _FACTORIES:
-            self._follow_new(func, args, kwargs, out)
-            return
-        call = _Call(func, args, kwargs)
+        is_new = func in _NEW and _value(args[0]) is None
+        call = _Call(func, (_placeholder(args[0]), *args[1:]) if is_new else args, kwargs)
         values = [_value(tensor) for tensor in call.tensors]
+        is_new |= not values
         if is_write:
             self._follow_write(call, written_tensors(func, args, kwargs), values)
             return
         if func in _RANKING or func in _CHOICE:
             if any(v is None for v in values) or torch.Tag.nondeterministic_seeded in func.tags:
-                self._assume_ranking(func, args, out)
+                self._assume_ranking(func, args, kwargs, out)
                 return
         elif torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
-            if not values and isinstance(out, FakeTensor) and out.numel() <= _MAX_FLOAT_FACTORY:
+            if not values and isinstance(out, FakeTensor) and out.numel() <= _MAX_NEW_FLOATS:
                 drawn = Value(lambda: _draw(func, args, kwargs), "a random draw")
                 drawn.is_rate = func.overloadpacket is aten.rand
                 attach(out, drawn)
             return
-        if func in _LIKE and values and values[0] is None:
-            self._follow_new(func, args, kwargs, out)
-            return
-        if any(v is None for v in values) or (not values and _numel(out) > _MAX_FLOAT_FACTORY):
+        if any(v is None for v in values):
             return
         known = [v for v in values if v is not None]
         assumed = next((v.assumed for v in known if v.assumed), None)
@@ -377,27 +375,15 @@ class Following(TorchDispatchMode):
             return tree_flatten(call.run([value.tensor() for value in known]))[0]
 
         for i, tensor in enumerate(tree_flatten(out)[0]):
-            if isinstance(tensor, FakeTensor) and tensor.numel() <= MAX_ELEMENTS:
+            if not isinstance(tensor, FakeTensor):
+                continue
+            limit = _MAX_NEW_FLOATS if is_new and tensor.dtype in _NUMBERS else MAX_ELEMENTS
+            if tensor.numel() <= limit:
                 value = Value(lambda i=i: compute()[i], assumed, known[0] if aliases else None)  # type: ignore[misc]
-                self._pending.add(value)
+                value.is_fill = func in _FILLS
+                if not is_new:
+                    self._pending.add(value)
                 attach(tensor, value)
-
-    def _follow_new(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """For an operator whose result depends on no tensor's values."""
-        limit = _MAX_FLOAT_FACTORY if out.dtype in _NUMBERS else MAX_ELEMENTS
-        if not isinstance(out, FakeTensor) or out.numel() > limit:
-            return
-        shape, dtype = tuple(out.shape), out.dtype
-        if func in _LIKE or func is aten.empty.memory_format:
-            fill = _LIKE.get(func, 0)
-            if fill is None:
-                fill = args[2] if func is aten.new_full.default else args[1]
-            value = Value(lambda: torch.full(shape, fill, dtype=dtype))
-        else:
-            on_cpu = {**kwargs, "device": torch.device("cpu"), "pin_memory": False, "dtype": dtype}
-            value = Value(lambda: func(*args, **on_cpu))
-        value.is_fill = func in _FILLS or func in _LIKE
-        attach(out, value)
 
     def _follow_write(
         self, call: _Call, written: Sequence[torch.Tensor], values: Sequence[Value | None]
@@ -417,17 +403,13 @@ class Following(TorchDispatchMode):
         except NotImplementedError:  # it has no CPU kernel
             mark_unknown(written)
 
-    def _assume_ranking(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
+    def _assume_ranking(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Spread the choices of a ranking evenly: row r takes (r·k + j) mod n for its j-th choice."""
         indices = out[1] if func in _RANKING else out
         if not isinstance(indices, FakeTensor) or indices.numel() > MAX_ELEMENTS:
             return
-        source = args[0]
-        dim = -1
-        if func is aten.topk.default:
-            dim = args[2] if len(args) > 2 else -1
-        elif func in _ONE_DIMENSION and len(args) > 1:
-            dim = args[1] if args[1] is not None else -1
+        source, given = args[0], arguments_by_name(func, args, kwargs).get("dim")
+        dim = -1 if given is None else given
         choices = source.shape[dim] if source.dim() else 1
         shape = tuple(indices.shape)
 

@@ -26,7 +26,7 @@ from ...flops import (
     sizes_of_lengths,
 )
 from ...torch_private.trees import tree_flatten, tree_map
-from ...torch_private.watching import detects_surroundings, functorch_level, is_any_autocast
+from ...torch_private.watching import detects_surroundings, functorch_level
 from ..values.host_values import Held, HostValues, Number, is_there
 
 _MAX_TEMPLATES = 1024
@@ -197,7 +197,7 @@ class BatchNotes:
         """
         if batch is None or self._is_blind or functorch_level() is not None:
             return self._not_noted(UNREADABLE)
-        signature: list[Any] = [slot, model, is_any_autocast() and _autocast_dtypes()]
+        signature: list[Any] = [slot, model, _autocast_dtypes()]
         try:
             for key, value in batch.items():
                 cls = type(value)
