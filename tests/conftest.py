@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 
 import pytest
@@ -20,6 +23,10 @@ if (
 
 # As many processes as cores run tests: more threads in each would wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Tests are compiled once for all processes that run them, whatever a container's environment says.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 _FOREVER_S = 240
 LONG = (
@@ -109,6 +116,18 @@ LONG = (
 """Tests for `make test-all` alone, by the beginning of their name; `make test` is to take ten minutes."""
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A file without a test to run is not imported: some import libraries that take seconds to load."""
+    if not collection_path.name.startswith("test_"):
+        return None
+    file = collection_path.relative_to(config.rootpath).as_posix()
+    if config.option.markexpr == "not long":
+        return file in LONG or None
+    if config.option.markexpr == "long":
+        return not any(long.startswith(file) for long in LONG) or None
+    return None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.startswith(LONG):
@@ -117,6 +136,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """A name in LONG that is no test's any more is an error, where all tests were collected."""
+    gc.freeze()  # what was imported stays: a collection that walks through all of it takes a second
     if session.config.args == session.config.getini("testpaths") and not session.config.option.markexpr:
         names = [item.nodeid for item in session.items]
         files = {name.partition("::")[0] for name in names}
