@@ -38,6 +38,7 @@ LONG = (
     "tests/sweep/test_runner.py",
     "tests/sweep/test_own_files.py",
     "tests/sweep/test_parallel.py::test_ranks",
+    "tests/sweep/test_parallel.py::test_book_keeping_runs",
     "tests/test_compat_sweep.py",
     # real Slurm and Ray
     "tests/sweep/test_slurm.py",
@@ -51,11 +52,9 @@ LONG = (
     "tests/monitor/test_job_figures.py",
     "tests/monitor/test_elastic_job.py",
     "tests/monitor/test_ranks.py",
-    "tests/monitor/test_mesh.py::test_ranks",
-    "tests/monitor/test_mesh.py::test_pipelines",
-    "tests/monitor/test_mesh.py::test_stages",
-    "tests/monitor/test_mesh.py::test_experts",
-    "tests/monitor/test_mesh.py::test_parts",
+    "tests/monitor/test_mesh.py",
+    "tests/monitor/test_outside_time.py::test_a_rank_that_sleeps",
+    "tests/private/test_private_ranks.py",
     "tests/flops/test_wrappers.py::test_one_rank_counts_alone",
     "tests/flops/test_wrappers.py::test_other_wrappers",
     # real trackers, all at once or with many connections
@@ -95,6 +94,7 @@ LONG = (
     # a model whose operators run position by position: many operators to count
     "tests/flops/test_position_loops.py::test_short_sequences_give_the_direct_count_of_longer_ones[mamba",
     # compiled by inductor
+    "tests/flops/test_observe_compiled.py::test_observed_steps_run_the_same_compiled_code[inductor]",
     "tests/flops/test_wrappers.py::test_a_model_compiled_by_inductor",
     "tests/flops/test_profiler.py::test_case_executes_what_the_counter_says[llama-compiled]",
     "tests/flops/test_profiler.py::test_case_executes_what_the_counter_says[gpt2-compiled]",
@@ -112,6 +112,8 @@ LONG = (
     "tests/monitor/test_faults.py::test_a_process_ends_as_it_would_have",
     # whole training scripts, each run alone and watched
     "tests/integrations/test_run.py",
+    "tests/integrations/test_opacus_check.py::test_a_script",
+    "tests/monitor/test_identity.py",
 )
 """Tests for `make test-all` alone, by the beginning of their name; `make test` is to take ten minutes."""
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-_LOADED = ["torch.distributed.fsdp", "torch.optim", "torch._dynamo", "truemfu.flops", "truemfu.monitor.live_run"]
+_LOADED = ["torch.distributed.fsdp", "torch._dynamo", "truemfu.flops", "truemfu.monitor.live_run"]
 """What ranks would otherwise load one by one; the server they are forked from does it once."""
 
 
