@@ -255,7 +255,7 @@ def run_of(
             form.add(batches, truth)
 
 
-@pytest.mark.parametrize("part", range(8))
+@pytest.mark.parametrize("part", range(2))
 def test_no_prediction_is_wrong_on_models_that_round_and_limit(part: int) -> None:
     answers = 0
     for seed in range(part * 250, part * 250 + 250):

@@ -127,7 +127,7 @@ def test_batches_of_changing_shape_have_their_own_flops(model: nn.Module, tmp_pa
     assert [flops_of(row) for row in rows] == [count_flops(model, ids(*s)).model_flops for s in shapes]
 
 
-@pytest.mark.parametrize("accumulation", range(1, 9))
+@pytest.mark.parametrize("accumulation", [2, 5])
 def test_accumulated_micro_batches_are_one_step(model: nn.Module, tmp_path: Path, accumulation: int) -> None:
     micro = [ids(2, 8 + i) for i in range(accumulation)]
     rows = train(model, tmp_path, [micro] * 3)
