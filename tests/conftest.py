@@ -66,10 +66,9 @@ LONG = (
     "tests/monitor/test_observed_flops.py::test_each_row",
     # a real browser
     "tests/report/test_pages_in_chromium.py",
-    # a clock that must pass: counters in windows, folders that hang, rows on disk ten seconds later
+    # a clock that must pass: counters in windows, folders that hang
     "tests/monitor/test_hybrid.py",
     "tests/monitor/test_hung_folder.py",
-    "tests/monitor/test_steps.py::test_steps_are_on_disk_ten_seconds_later",
     # trainers of other libraries
     "tests/integrations/test_trl.py",
     "tests/integrations/test_transformers.py",
