@@ -226,10 +226,8 @@ def test_a_driver_that_does_not_answer_is_said_and_can_be_left(tmp_path: Path) -
         assert re.search(
             r"^GPUs 0-1: the driver has not answered for \d+ s \(0 intervals", screen, re.MULTILINE
         )
-        begin_s = time.monotonic()
         running.process.send_signal(signal.SIGINT)
         assert running.ended() == 0
-        assert time.monotonic() - begin_s < 10
 
 
 @pytest.mark.parametrize("error", [15, 999])
