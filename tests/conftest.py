@@ -60,8 +60,8 @@ LONG = (
     # real trackers, all at once or with many connections
     "tests/monitor/test_all_trackers.py",
     "tests/trackers/test_prometheus.py::test_idle_connections",
-    # every public model in a monitored run, or in processes of its own
-    "tests/monitor/test_logged_flops.py::test_every_case_logs_its_truth",
+    "tests/trackers/test_mlflow.py",
+    # many programs in monitored runs
     "tests/monitor/test_observed_flops.py::test_public_models",
     "tests/monitor/test_observed_flops.py::test_each_row",
     # a real browser
