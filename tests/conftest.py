@@ -114,7 +114,7 @@ LONG = (
     "tests/integrations/test_opacus_check.py::test_a_script",
     "tests/monitor/test_identity.py",
 )
-"""Tests for `make test-all` alone, by the beginning of their name; `make test` is to take ten minutes."""
+"""Tests for `make test-all` alone, by the beginning of their name; `make test` is to take six minutes."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
