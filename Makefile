@@ -30,11 +30,11 @@ $(STAMP): pyproject.toml constraints-dev.txt
 demo: setup     ## every trainer once on this machine, the summary, and out/demo/report.html
 	$(BIN)/python examples/demo.py
 
-test: setup     ## the tests, in about ten minutes on two cores
+test: setup     ## the tests, in about six minutes on two cores
 	$(BIN)/python -m pytest -n 2 -m "not long"
 
 test-all: test  ## and the long ones: real workers, ranks, trackers, kills, other trainers
-	$(BIN)/python -m pytest -n 2 -m long
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m long  # what a file has started is started once
 
 faults: setup   ## every attack of the fault suite, in about six minutes; FAULTS="--seed 1" for others
 	$(BIN)/python -W ignore -m faults $(FAULTS)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 
 import pytest
@@ -21,6 +24,10 @@ if (
 # As many processes as cores run tests: more threads in each would wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Tests are compiled once for all processes that run them, whatever a container's environment says.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 _FOREVER_S = 240
 LONG = (
     # the whole documentation site, built
@@ -31,6 +38,7 @@ LONG = (
     "tests/sweep/test_runner.py",
     "tests/sweep/test_own_files.py",
     "tests/sweep/test_parallel.py::test_ranks",
+    "tests/sweep/test_parallel.py::test_book_keeping_runs",
     "tests/test_compat_sweep.py",
     # real Slurm and Ray
     "tests/sweep/test_slurm.py",
@@ -44,26 +52,23 @@ LONG = (
     "tests/monitor/test_job_figures.py",
     "tests/monitor/test_elastic_job.py",
     "tests/monitor/test_ranks.py",
-    "tests/monitor/test_mesh.py::test_ranks",
-    "tests/monitor/test_mesh.py::test_pipelines",
-    "tests/monitor/test_mesh.py::test_stages",
-    "tests/monitor/test_mesh.py::test_experts",
-    "tests/monitor/test_mesh.py::test_parts",
+    "tests/monitor/test_mesh.py",
+    "tests/monitor/test_outside_time.py::test_a_rank_that_sleeps",
+    "tests/private/test_private_ranks.py",
     "tests/flops/test_wrappers.py::test_one_rank_counts_alone",
     "tests/flops/test_wrappers.py::test_other_wrappers",
     # real trackers, all at once or with many connections
     "tests/monitor/test_all_trackers.py",
     "tests/trackers/test_prometheus.py::test_idle_connections",
-    # every public model in a monitored run, or in processes of its own
-    "tests/monitor/test_logged_flops.py::test_every_case_logs_its_truth",
+    "tests/trackers/test_mlflow.py",
+    # many programs in monitored runs
     "tests/monitor/test_observed_flops.py::test_public_models",
     "tests/monitor/test_observed_flops.py::test_each_row",
     # a real browser
     "tests/report/test_pages_in_chromium.py",
-    # a clock that must pass: counters in windows, folders that hang, rows on disk ten seconds later
+    # a clock that must pass: counters in windows, folders that hang
     "tests/monitor/test_hybrid.py",
     "tests/monitor/test_hung_folder.py",
-    "tests/monitor/test_steps.py::test_steps_are_on_disk_ten_seconds_later",
     # trainers of other libraries
     "tests/integrations/test_trl.py",
     "tests/integrations/test_transformers.py",
@@ -88,6 +93,7 @@ LONG = (
     # a model whose operators run position by position: many operators to count
     "tests/flops/test_position_loops.py::test_short_sequences_give_the_direct_count_of_longer_ones[mamba",
     # compiled by inductor
+    "tests/flops/test_observe_compiled.py::test_observed_steps_run_the_same_compiled_code[inductor]",
     "tests/flops/test_wrappers.py::test_a_model_compiled_by_inductor",
     "tests/flops/test_profiler.py::test_case_executes_what_the_counter_says[llama-compiled]",
     "tests/flops/test_profiler.py::test_case_executes_what_the_counter_says[gpt2-compiled]",
@@ -105,8 +111,22 @@ LONG = (
     "tests/monitor/test_faults.py::test_a_process_ends_as_it_would_have",
     # whole training scripts, each run alone and watched
     "tests/integrations/test_run.py",
+    "tests/integrations/test_opacus_check.py::test_a_script",
+    "tests/monitor/test_identity.py",
 )
-"""Tests for `make test-all` alone, by the beginning of their name; `make test` is to take ten minutes."""
+"""Tests for `make test-all` alone, by the beginning of their name; `make test` is to take six minutes."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A file without a test to run is not imported: some import libraries that take seconds to load."""
+    if not collection_path.name.startswith("test_"):
+        return None
+    file = collection_path.relative_to(config.rootpath).as_posix()
+    if config.option.markexpr == "not long":
+        return file in LONG or None
+    if config.option.markexpr == "long":
+        return not any(long.startswith(file) for long in LONG) or None
+    return None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -117,6 +137,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """A name in LONG that is no test's any more is an error, where all tests were collected."""
+    gc.freeze()  # what was imported stays: a collection that walks through all of it takes a second
     if session.config.args == session.config.getini("testpaths") and not session.config.option.markexpr:
         names = [item.nodeid for item in session.items]
         files = {name.partition("::")[0] for name in names}

@@ -7,6 +7,7 @@ each. Cases come as lines of JSON on the standard input, results leave as lines 
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import importlib
 import json
@@ -22,6 +23,11 @@ from typing import Any
 
 STEPS = 9
 SHAPE = (4, 6, 16)
+BESIDE_TORCH = (
+    *("torch._dynamo", "torch.profiler", "torch.distributed.fsdp", "click", "rich.live", "jinja2", "msgspec"),
+    *("opacus", "accelerate", "peft", "transformers.trainer", "lightning.pytorch", "yaml"),
+)
+"""What the package imports where it is installed."""
 VARIANTS = ("plain", "whole", "profiler")
 """A run whose steps are alike, one with a checkpoint around the whole model, one that profiles steps."""
 
@@ -180,9 +186,10 @@ def main() -> None:
     """Serve cases until the input ends."""
     import torch
 
-    for name in ("torch._dynamo", "torch.profiler", "click", "rich.live", "jinja2", "msgspec", "opacus"):
-        with contextlib.suppress(ImportError):  # what the package imports beside torch, where there is such
+    for name in BESIDE_TORCH:
+        with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    gc.freeze()  # a collection in a child would copy every page
     torch.set_num_threads(1)
     for line in sys.stdin:
         reading, writing = os.pipe()

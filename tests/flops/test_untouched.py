@@ -108,11 +108,9 @@ def _of_process() -> dict[str, Any]:
 
 
 @pytest.fixture(autouse=True)
-def _only_new_objects() -> Iterator[None]:
+def _only_new_objects() -> None:
     """What lives before a test is none of its business, and walking through it takes a second."""
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def _alive(cls: type) -> int:

@@ -43,8 +43,7 @@ def about_windows(notes: Any) -> list[str]:
     return [note for note in notes if "sliding window" in note]
 
 
-@pytest.mark.parametrize("kind", [Phi3Config, MistralConfig])
-@pytest.mark.parametrize("how", ["count_flops", "FlopModel"])
+@pytest.mark.parametrize(("kind", "how"), [(Phi3Config, "count_flops"), (MistralConfig, "FlopModel")])
 def test_a_window_smaller_than_the_sequence_is_noted_with_its_share_of_the_pairs(kind: Any, how: str) -> None:
     model = small(kind, sliding_window=20)
     given = batch(100)

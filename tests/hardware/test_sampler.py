@@ -10,11 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tests.hardware.recorded import MATMUL, TRAINING, TROUBLE, played, together, window_of
+from tests.waiting import FOREVER_S, wait_until
 
-from truemfu.errors import CounterError, UsageError
+from truemfu.errors import CounterError, ReplayEnded, UsageError
+from truemfu.hardware.counters import sampler as sampler_module
 from truemfu.hardware.counters.sampler import Sampler
 from truemfu.hardware.counters.samples import CounterSample, CounterSource, GpuInfo
 from truemfu.hardware.counters.trace import Replay
@@ -213,40 +216,73 @@ def test_the_thread_reads_until_it_is_stopped() -> None:
     assert not any(thread.name == "truemfu-counters" for thread in threading.enumerate())
 
 
-def test_a_read_that_is_asked_for_comes_between_the_usual_ones() -> None:
-    source = Fake(good)
-    with running(source, period_s=60) as sampler:
-        wait_until(lambda: source.reads == 1)
-        for wanted in (2, 3):
-            asked_s = time.monotonic()
-            sampler.read_soon(0.05)
-            wait_until(lambda: source.reads >= wanted)  # noqa: B023
-            assert time.monotonic() - asked_s >= 0.05
-        sampler.read_soon(0.3)
-        before_s = time.process_time()
-        time.sleep(0.25)
-        assert time.process_time() - before_s < 0.1  # it waits, it does not ask
-        assert source.reads == 3
-        stopped_s = time.monotonic()
-    assert time.monotonic() - stopped_s < 1.0
-    assert not any(thread.name == "truemfu-counters" for thread in threading.enumerate())
+class Waits:
+    """In place of the event that wakes the thread: a clock that each wait advances by its timeout."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.timeouts_s: list[float] = []
+
+    def wait(self, timeout_s: float) -> None:
+        self.timeouts_s.append(timeout_s)
+        self.now_s += timeout_s
+
+    def clear(self) -> None: ...
+
+    def set(self) -> None: ...
 
 
-def test_usual_reads_go_on_as_they_were_beside_those_asked_for() -> None:
+def times_of_reads(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    number: int,
+    period_s: float,
+    asked: dict[int, float],
+    takes_s: float = 0,
+) -> tuple[list[float], list[float]]:
+    """When so many reads begin, and how long is waited; in some of them another one is asked for."""
+    waits = Waits()
+    monkeypatch.setattr(sampler_module, "time", SimpleNamespace(monotonic=lambda: waits.now_s))
     times_s: list[float] = []
 
     def answer(read: int) -> CounterSample:
-        times_s.append(time.monotonic())
+        if read > number:
+            raise ReplayEnded("no more")
+        times_s.append(waits.now_s - 100.0)
+        waits.now_s += takes_s
+        if read in asked:
+            sampler.read_soon(asked[read])
         return good(read)
 
-    with running(Fake(answer), period_s=1.0) as sampler:
-        wait_until(lambda: len(times_s) == 1)
-        sampler.read_soon(0.5)
-        wait_until(lambda: len(times_s) == 4)
-    first, extra, second, third = times_s
-    assert 0.5 <= extra - first < 1.0
-    assert second - first == pytest.approx(1.0, abs=0.25)  # and not a period after the one asked for
-    assert third - first == pytest.approx(2.0, abs=0.25)
+    sampler = Sampler(Fake(answer), period_s=period_s)
+    monkeypatch.setattr(sampler, "_wake", waits)
+    sampler._run()
+    return times_s, waits.timeouts_s[: number - 1]
+
+
+def test_a_read_that_is_asked_for_comes_between_the_usual_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    times_s, waits_s = times_of_reads(monkeypatch, number=4, period_s=60, asked={1: 0.5, 2: 0.25})
+    assert times_s == [0, 0.5, 0.75, 60]
+    assert waits_s == [0.5, 0.25, 59.25]  # it waits, it does not ask
+
+
+def test_usual_reads_go_on_as_they_were_beside_those_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    times_s, _ = times_of_reads(monkeypatch, number=4, period_s=1, asked={1: 0.5})
+    assert times_s == [0, 0.5, 1, 2]  # and not a period after the one asked for
+
+
+def test_a_slow_read_is_followed_by_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    times_s, _ = times_of_reads(monkeypatch, number=3, period_s=1, asked={}, takes_s=1.5)
+    assert times_s == [0, 2.5, 5]
+
+
+def test_a_request_wakes_the_thread_and_so_does_the_end() -> None:
+    source = Fake(good)
+    with running(source, period_s=3600) as sampler:
+        wait_until(lambda: source.reads == 1)
+        sampler.read_soon(0.01)
+        wait_until(lambda: source.reads == 2)
+    assert not any(thread.name == "truemfu-counters" for thread in threading.enumerate())
 
 
 def test_the_thread_survives_every_kind_of_error() -> None:
@@ -266,31 +302,19 @@ def test_the_thread_ends_with_the_trace(tmp_path: Path) -> None:
     assert len(sampler.intervals(0)) == 7
 
 
-def test_a_slow_read_is_followed_by_a_pause() -> None:
-    def slow(read: int) -> CounterSample:
-        time.sleep(0.03)
-        return good(read)
-
-    source = Fake(slow)
-    begin_s = time.monotonic()
-    with running(source, period_s=0.02):
-        time.sleep(0.3)
-    assert source.reads <= (time.monotonic() - begin_s) / 0.05 + 2
-
-
 def test_a_read_that_hangs_in_the_driver_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("truemfu.hardware.counters.sampler._JOIN_S", 0.05)
     hang = threading.Event()
 
     def hanging(read: int) -> CounterSample:
-        hang.wait(10)
+        hang.wait(FOREVER_S)
         return good(read)
 
     sampler = Sampler(Fake(hanging), period_s=0.01)
     sampler.start()
-    begin_s = time.monotonic()
     sampler.stop()
-    assert time.monotonic() - begin_s < 2
+    assert sampler._thread is not None
+    assert sampler._thread.is_alive()  # it was not waited for
     hang.set()
 
 
@@ -300,7 +324,7 @@ def test_while_a_read_hangs_old_figures_do_not_pass_for_the_present(monkeypatch:
 
     def hanging(read: int) -> CounterSample:
         if read == 4:
-            hang.wait(10)
+            hang.wait(FOREVER_S)
         return good(read)
 
     with running(Fake(hanging), period_s=0.005) as sampler:
@@ -329,18 +353,11 @@ Sampler(Hanging(), period_s=0.01).start()
 time.sleep(0.05)
 print("done")
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=FOREVER_S)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "done\n", "")
 
 
 def test_reading_needs_neither_torch_nor_the_driver() -> None:
     program = "import sys, truemfu.hardware.counters.sampler; print({'torch', 'pynvml'} & set(sys.modules))"
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=FOREVER_S)
     assert ended.stdout.strip() == "set()"
-
-
-def wait_until(reached: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 10
-    while not reached():
-        assert time.monotonic() < deadline_s, "the thread does not get there"
-        time.sleep(0.005)

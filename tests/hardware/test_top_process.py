@@ -195,28 +195,6 @@ def test_nothing_is_left_of_what_is_no_longer_said() -> None:
     assert len(last.splitlines()) == 4
 
 
-def test_once_a_second_takes_under_a_hundredth_of_a_core(tmp_path: Path) -> None:
-    """Eight GPUs behind a driver that costs nothing. The process reads its own processor time on the way:
-    what it takes to start differs by more than what it takes to run."""
-    measuring = driver(
-        tmp_path,
-        gpus=8,
-        before_read="""\
-        if reads in (8 * 3, 8 * 23):
-            with open(__file__ + ".used", "a") as used:
-                print(time.process_time(), file=used)
-        if reads == 8 * 23:
-            os.kill(os.getpid(), signal.SIGINT)
-        """,
-    )
-    with top("--interval", "0.25", path=measuring) as running:
-        assert running.ended() == 0
-        assert re.findall(r"^(\d) H200 +[\d.]+ %", running.screen(), re.MULTILINE) == list("01234567")
-    begin_s, end_s = map(float, (tmp_path / "pynvml.py.used").read_text().split())
-    each_s = (end_s - begin_s) / 20
-    assert 0 < each_s < 0.01, f"{1e3 * each_s:.2f} ms of processor time for each second"
-
-
 def test_a_driver_that_does_not_answer_is_said_and_can_be_left(tmp_path: Path) -> None:
     hanging = driver(tmp_path, gpus=2, before_read="if reads == 8: fake_nvml.hang()")
     with top("--interval", "0.25", path=hanging) as running:
@@ -226,10 +204,8 @@ def test_a_driver_that_does_not_answer_is_said_and_can_be_left(tmp_path: Path) -
         assert re.search(
             r"^GPUs 0-1: the driver has not answered for \d+ s \(0 intervals", screen, re.MULTILINE
         )
-        begin_s = time.monotonic()
         running.process.send_signal(signal.SIGINT)
         assert running.ended() == 0
-        assert time.monotonic() - begin_s < 10
 
 
 @pytest.mark.parametrize("error", [15, 999])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from tests.monitor.training_clock import TrainingClock
 
 import truemfu.errors
 
@@ -21,3 +22,11 @@ def nothing_said() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def no_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRUEMFU_PEAK_TFLOPS", raising=False)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> TrainingClock:
+    """The time of the training thread, for monitors that are made after it."""
+    made = TrainingClock()
+    made.install(monkeypatch)
+    return made

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
+_LOADED = ["torch.distributed.fsdp", "torch._dynamo", "truemfu.flops", "truemfu.monitor.live_run"]
+"""What ranks would otherwise load one by one; the server they are forked from does it once."""
 
 
 def free_address() -> str:
@@ -23,7 +25,8 @@ def run_ranks(
     target: Callable[..., None], arguments: list[tuple[Any, ...]], folder: Path, time_limit_s: float
 ) -> tuple[list[int | None], dict[int, Any]]:
     """Exit codes (None: killed after the time limit), and what each rank wrote to `<rank>.json`."""
-    context = torch.multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_LOADED)
     processes = [context.Process(target=target, args=own) for own in arguments]
     for process in processes:
         process.start()

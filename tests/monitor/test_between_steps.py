@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.monitor.training_clock import TrainingClock
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, dataloader
 
-import truemfu.monitor.monitor as monitor_module
 from truemfu import TrainingMonitor
-from truemfu.monitor import live_run, step_recorder
-from truemfu.monitor.step_flops import model_states, watch
 from truemfu.monitor.summary import lines_of
 from truemfu.monitor.timing.between_steps import (
     Between,
@@ -33,28 +30,13 @@ FORWARD_S = 0.001
 WARMUP = 3
 
 
-class Clock:
-    """The time of the training thread: it passes where a test says so, whatever the machine does."""
-
-    def __init__(self) -> None:
-        self._now_s = 100.0
-
-    def __call__(self) -> float:
-        self.sleep(1e-6)
-        return self._now_s
-
-    def sleep(self, seconds: float) -> None:
-        self._now_s += seconds
-
-
-CLOCK = Clock()
+CLOCK = TrainingClock()
 sleep = CLOCK.sleep
 
 
 @pytest.fixture(autouse=True)
 def training_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (monitor_module, live_run, step_recorder, watch, model_states):
-        monkeypatch.setattr(module, "_now_s", CLOCK)
+    CLOCK.install(monkeypatch)
 
 
 class Model(nn.Module):
@@ -174,14 +156,15 @@ def test_a_checkpoint_is_other(tmp_path: Path) -> None:
 def test_waiting_for_a_process_that_loads_is_data_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class ReallySlow(Slow):
-        def __getitem__(self, number: int) -> torch.Tensor:
-            time.sleep(SLEEP_S)
-            return super().__getitem__(number)
+    get_data = dataloader._MultiProcessingDataLoaderIter._get_data
 
-    monkeypatch.undo()
-    rows, _ = trained(tmp_path, lambda monitor: DataLoader(ReallySlow(8), batch_size=1, num_workers=1))
-    assert means(rows)[0] > 0.2 * SLEEP_S
+    def waits(iterator: Any) -> Any:
+        sleep(SLEEP_S)
+        return get_data(iterator)
+
+    monkeypatch.setattr(dataloader._MultiProcessingDataLoaderIter, "_get_data", waits)
+    rows, _ = trained(tmp_path, lambda monitor: DataLoader(Slow(8, sleep_s=0.0), batch_size=1, num_workers=1))
+    assert SLEEP_S < means(rows)[0] < 1.1 * SLEEP_S
 
 
 def test_waiting_for_a_loader_is_data_wait(tmp_path: Path) -> None:

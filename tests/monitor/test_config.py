@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from truemfu.errors import TruemfuWarning, UsageError
@@ -380,8 +380,8 @@ def test_an_error_is_short_however_large_the_value(key: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "config.json"])
-@pytest.mark.parametrize("value", ["[" * 100_000, "[" * 5000 + "]" * 5000, "9" * 10_000])
-def test_a_file_nested_too_deeply_or_with_too_long_a_number_is_one_line(
+@pytest.mark.parametrize("value", ["[" * 10_000, "9" * 10_000])
+def test_a_file_that_nests_without_an_end_or_with_too_long_a_number_is_one_line(
     name: str, value: str, tmp_path: Path
 ) -> None:
     content = f'{{"monitoring": {{"save_freq": {value}}}}}'
@@ -467,6 +467,7 @@ def test_a_typo_is_an_error_that_names_its_path_and_the_key_that_was_meant(
     )
 
 
+@settings(max_examples=30)
 @given(st.text(max_size=30), st.sampled_from(["monitoring", "monitor", "monitoring.performance_monitoring"]))
 def test_any_key_nobody_knows_is_one_line(key: str, section: str) -> None:
     assume(f"{section}.{key}" not in OWN_KEYS)
@@ -597,7 +598,7 @@ def test_a_tag_of_the_users_own_is_no_obstacle_unless_it_stands_in_our_place(tmp
 @pytest.mark.parametrize("name", ["config.yaml", "config.json"])
 def test_a_file_nested_too_deeply_is_one_line(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
-    path.write_text('{"monitoring": ' + "[" * 20_000 + "]" * 20_000 + "}")
+    path.write_text('{"monitoring": ' + "[" * 5000 + "]" * 5000 + "}")
     with pytest.raises(UsageError, match=r"^\S+ is nested too deeply$"):
         load_config(path)
 

@@ -16,11 +16,13 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from tests.waiting import FOREVER_S, wait_until
 from torch import nn
 
 from truemfu import TrainingMonitor, count_flops
 from truemfu.errors import CounterError, TruemfuWarning
 from truemfu.flops.count.step_work import StepWork
+from truemfu.hardware.counters import sampler
 from truemfu.hardware.counters.executed import executed_flops_per_s
 from truemfu.hardware.counters.samples import CounterSample, GpuInfo, GpuProcess
 from truemfu.hardware.counters.trace import Replay
@@ -42,11 +44,44 @@ H200 = find_spec("NVIDIA H200", None)
 STEP_S = 0.01
 
 
+class Driven:
+    """A watch whose time passes when the test says so, and with it the reads of its counters."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, period_s: float, source: Any = None) -> None:
+        self._now_s, self._period_s, self._read_s = 1000.0, period_s, 0.0
+        for module in (hardware_watch, sampler):
+            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=self.clock))
+        monkeypatch.setattr(sampler.Sampler, "start", lambda _: None)
+        self.source = (source or Live)(clock=self.clock)
+        stamps: Any = Stamps(self.clock)
+        self.watch = HardwareWatch(self.source, 0, stamps, sm_count=132)
+
+    def clock(self) -> float:
+        return self._now_s
+
+    def pass_s(self, seconds: float) -> None:
+        """The sampler's thread reads in every period, and when it was asked to."""
+        ends_s, asked = self._now_s + seconds, self.watch._sampler
+        while self._now_s < ends_s:
+            self._now_s += 0.01
+            is_asked = asked._extra_s is not None and asked._extra_s <= self._now_s
+            if is_asked:
+                asked._extra_s = None
+            if is_asked or self._now_s >= self._read_s + self._period_s:
+                asked.poll()
+                self._read_s = self._now_s
+
+
 class Live:
     """The fresh samples of a trace over and over, as if they were read now; energy goes on at 500 W."""
 
-    def __init__(self, change: Callable[[CounterSample], CounterSample] = lambda sample: sample) -> None:
-        replay = Replay(TRACE)
+    def __init__(
+        self,
+        change: Callable[[CounterSample], CounterSample] = lambda sample: sample,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock, replay = clock, Replay(TRACE)
         self._gpus = replay.gpus()
         samples = []
         while True:
@@ -65,7 +100,7 @@ class Live:
     def read(self, index: int) -> CounterSample:
         if self.fault is not None:
             raise CounterError(self.fault)
-        now_s = time.monotonic()
+        now_s = self._clock()
         return self._change(
             msgspec.structs.replace(next(self._samples), at_s=now_s, energy_j=500 * now_s, processes=None)
         )
@@ -77,8 +112,11 @@ class Live:
 class Stamps:
     """Cycle stamps of a chip that runs at `CLOCK_HZ`, on a timer of its own."""
 
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+
     def take(self) -> Any:
-        now_s = time.monotonic() + 1000.0
+        now_s = self._clock() + 1000.0
         reading = (int(now_s * CLOCK_HZ), int(now_s * 1e9))
         return SimpleNamespace(by_sm=lambda: {0: reading}, time_s=lambda: now_s)
 
@@ -126,7 +164,7 @@ def step(monitor: TrainingMonitor, model: nn.Module, number: int) -> None:
 
 def train(monitor: TrainingMonitor, model: nn.Module, until: Callable[[], bool], first: int = 0) -> int:
     """Steps until something has come about, however busy the machine is; the number of the next."""
-    ends_s = time.monotonic() + 60
+    ends_s = time.monotonic() + FOREVER_S
     for number in itertools.count(first):
         step(monitor, model, number)
         monitor.save_logs()
@@ -246,7 +284,7 @@ def test_a_pause_ends_no_window(model: nn.Module, tmp_path: Path, counters: Call
     for number in range(12):
         step(monitor, model, number)
         with monitor.pause():
-            time.sleep(0.15)
+            time.sleep(0.03)
     quietly(monitor.close)
     assert monitor.summary()["hardware"] is None
 
@@ -447,12 +485,14 @@ def test_mfu_of_the_measured_peak_stands_beside(model: nn.Module, tmp_path: Path
         assert row["perf/mfu_of_measured_peak"] == pytest.approx(1.5 * row["perf/mfu"])
 
 
-def test_a_window_is_of_the_time_between_its_cuts(counters: Callable[..., Live]) -> None:
-    source = Live()
-    stamps: Any = Stamps()
-    watch = HardwareWatch(source, 0, stamps, sm_count=132, period_s=0.02)
+def test_a_window_is_of_the_time_between_its_cuts(
+    counters: Callable[..., Live], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driven = Driven(monkeypatch, period_s=0.02)
+    watch = driven.watch
+    driven.pass_s(0.5)
     begin = watch.cut(0.0)
-    time.sleep(0.5)
+    driven.pass_s(0.5)
     assert watch.cut(0.1) is None
     end = watch.cut(0.5)
     assert begin is not None
@@ -461,10 +501,10 @@ def test_a_window_is_of_the_time_between_its_cuts(counters: Callable[..., Live])
     assert end.ends_window
     measured = watch.measured(begin, end)
     watch.close()
-    assert source.is_closed
+    assert driven.source.is_closed
     assert measured is not None
     # but for the last read, which is up to a period old, and for the lag that is taken off
-    assert 0.3 < measured.window.seconds <= end.at_s - begin.at_s
+    assert 0.4 < measured.window.seconds <= end.at_s - begin.at_s
     assert executed_flops_per_s(measured.window, H200, clock_hz=measured.clock_hz) is not None
 
 
@@ -588,23 +628,22 @@ def test_the_median_hfu_is_of_one_method(
 def test_a_window_is_told_when_it_was_read_to_its_end(
     counters: Callable[..., Live], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = Live()
-    stamps: Any = Stamps()
-    watch = HardwareWatch(source, 0, stamps, sm_count=132, period_s=0.3)
+    driven = Driven(monkeypatch, period_s=0.3)
+    watch = driven.watch
+    driven.pass_s(0.7)
     begin = watch.cut(0.0)
-    time.sleep(0.4)
+    driven.pass_s(0.4)
     end = watch.cut(10.0)
     assert begin is not None
     assert end is not None
     assert not watch.has_read_past(end)  # one will come in a moment
-    deadline_s = time.monotonic() + 5
-    while not watch.has_read_past(end) and time.monotonic() < deadline_s:
-        time.sleep(0.01)
+    driven.pass_s(0.3)
+    assert watch.has_read_past(end)
     measured = watch.measured(begin, end)
     assert measured is not None
     assert measured.window.seconds == pytest.approx(end.at_s - begin.at_s, abs=0.02)
-    source.fault = "GPU is lost"
-    time.sleep(0.7)
+    driven.source.fault = "GPU is lost"
+    driven.pass_s(0.7)
     end = watch.cut(20.0)
     assert end is not None
     assert watch.has_read_past(end)  # no read will come
@@ -614,13 +653,13 @@ def test_a_window_is_told_when_it_was_read_to_its_end(
 class Uneven(Live):
     """A GPU whose tensor pipe is active as much of the time as `active` says from now on."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._since_s = self._read_s = time.monotonic()
+    def __init__(self, *, clock: Callable[[], float]) -> None:
+        super().__init__(clock=clock)
+        self._since_s = self._read_s = clock()
         self._active_s, self._active = 0.0, 0.9
 
     def become(self, active: float) -> None:
-        self._take_in(time.monotonic())
+        self._take_in(self._clock())
         self._active = active
 
     def read(self, index: int) -> CounterSample:
@@ -635,21 +674,22 @@ class Uneven(Live):
         self._since_s = now_s
 
 
-def test_a_window_of_an_uneven_run_is_its_own(counters: Callable[..., Live]) -> None:
+def test_a_window_of_an_uneven_run_is_its_own(
+    counters: Callable[..., Live], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Reads once a minute would share it out by time; one at each cut tells what was before and after."""
-    source, stamps = Uneven(), Stamps()
-    watch = HardwareWatch(source, 0, stamps, sm_count=132, period_s=60)  # type: ignore[arg-type]
-    time.sleep(0.5)
+    driven = Driven(monkeypatch, period_s=60, source=Uneven)
+    watch, source = driven.watch, driven.source
+    driven.pass_s(0.5)
     begin = watch.cut(0.0)
     source.become(0.1)
-    time.sleep(1.0)
+    driven.pass_s(1.0)
     end = watch.cut(10.0)
     source.become(0.9)
+    driven.pass_s(0.3)
     assert begin is not None
     assert end is not None
-    deadline_s = time.monotonic() + 10
-    while not watch.has_read_past(end) and time.monotonic() < deadline_s:
-        time.sleep(0.01)
+    assert watch.has_read_past(end)
     measured = watch.measured(begin, end)
     watch.close()
     assert measured is not None
@@ -662,10 +702,7 @@ def last_read(counters: Callable[..., Live]) -> Iterator[tuple[HardwareWatch, fl
     """A watch that reads no more, and when it last did."""
     stamps: Any = Stamps()
     watch = HardwareWatch(Live(), 0, stamps, sm_count=132, period_s=0.02)
-    deadline_s = time.monotonic() + 30
-    while not watch._sampler.intervals(0):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+    wait_until(lambda: watch._sampler.intervals(0))
     watch._sampler.stop()
     yield watch, watch._sampler.intervals(0)[-1].end_s
     watch.close()
@@ -704,7 +741,7 @@ def test_a_read_that_does_not_come_is_not_waited_for_long(
 
 def train_until(monitor: TrainingMonitor, model: nn.Module, has_come: Callable[[], object]) -> None:
     """Train until something has come about, with a row thread that is always awake."""
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + FOREVER_S
     while not has_come():
         step(monitor, model, 0 if monitor._live is None else monitor._live.steps.logged)
         monitor._live._row_thread._wake.set()
@@ -767,8 +804,13 @@ def test_a_clock_that_fails_once_ends_nothing(
 
 
 def test_a_clock_that_fails_for_good_holds_nobody_up(
-    model: nn.Module, tmp_path: Path, counters: Callable[..., Live]
+    model: nn.Module, tmp_path: Path, counters: Callable[..., Live], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for limit in (
+        "_SAVE_TIMEOUT_S",
+        "_CLOSE_TIMEOUT_S",
+    ):  # who waits until then, waits too long for this test
+        monkeypatch.setattr(f"truemfu.monitor.monitor.{limit}", 10_000.0)
     monitor = TrainingMonitor(tmp_path, {}, model=model)
     step(monitor, model, 0)
     monitor.save_logs()
@@ -779,10 +821,8 @@ def test_a_clock_that_fails_for_good_holds_nobody_up(
     monitor._live.steps._clock.clock.has_passed = has_passed  # type: ignore[method-assign,assignment]
     with pytest.warns(TruemfuWarning) as caught:
         step(monitor, model, 1)
-        began_s = time.monotonic()
         monitor.save_logs()
         monitor.close()
-    assert time.monotonic() - began_s < 20  # of the 70 s that they might wait
     assert [str(warning.message) for warning in caught] == [
         "steps cannot be processed: RuntimeError: CUDA error",
         "some steps were not processed in time and are not saved yet",
@@ -790,18 +830,19 @@ def test_a_clock_that_fails_for_good_holds_nobody_up(
     ]
 
 
-def test_too_little_of_a_window_is_none(counters: Callable[..., Live]) -> None:
-    source, stamps = Live(), Stamps()
-    watch = HardwareWatch(source, 0, stamps, sm_count=132, period_s=0.02)  # type: ignore[arg-type]
-    begin = watch.cut(0.0)
-    time.sleep(0.2)
-    source.fault = "GPU is lost"
-    time.sleep(0.4)
-    end = watch.cut(10.0)
+def test_too_little_of_a_window_is_none(
+    counters: Callable[..., Live], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driven = Driven(monkeypatch, period_s=0.02)
+    begin = driven.watch.cut(0.0)
+    driven.pass_s(0.2)
+    driven.source.fault = "GPU is lost"
+    driven.pass_s(0.4)
+    end = driven.watch.cut(10.0)
     assert begin is not None
     assert end is not None
-    assert watch.measured(begin, end) is None
-    watch.close()
+    assert driven.watch.measured(begin, end) is None
+    driven.watch.close()
 
 
 def test_the_least_lag_holds_for_both_ends_of_the_first_window(

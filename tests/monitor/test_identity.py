@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from faults.observed_programs import PROGRAMS
 
 ROOT = Path(__file__).parents[2]
@@ -33,25 +34,6 @@ print(json.dumps(differences(texts, Path(sys.argv[1]))))
 """
 
 
-def found(texts: dict[str, str], folder: Path) -> dict[str, list[str]]:
-    """In a process of its own: it forks, which one with threads cannot."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CHECK, str(folder)],
-        cwd=ROOT,
-        input=json.dumps(texts),
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=280,
-    )
-    result: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
-    return result
-
-
-def test_a_sample_of_programs_is_the_same_with_a_monitor_and_under_run(tmp_path: Path) -> None:
-    assert found({name: PROGRAMS[name] for name in SAMPLE}, tmp_path) == {name: [] for name in SAMPLE}
-
-
 _MONITORED = "train(model := Net())\nif 'OBSERVED_MONITOR' in os.environ: "
 DIFFERENT = {
     f"{_MONITORED}torch.rand(())": "with a monitor: torch random state",
@@ -67,6 +49,27 @@ DIFFERENT = {
 }
 
 
-def test_every_kind_of_difference_is_found(tmp_path: Path) -> None:
-    for text, problems in found({text: text for text in DIFFERENT}, tmp_path).items():
-        assert any(DIFFERENT[text] in problem for problem in problems), (text, problems)
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """Differences of each program; from a process of its own, for it forks, which one with threads cannot."""
+    texts = {name: PROGRAMS[name] for name in SAMPLE} | {text: text for text in DIFFERENT}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", CHECK, str(tmp_path_factory.mktemp("programs"))],
+        cwd=ROOT,
+        input=json.dumps(texts),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=280,
+    )
+    result: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def test_a_sample_of_programs_is_the_same_with_a_monitor_and_under_run(found: dict[str, list[str]]) -> None:
+    assert {name: found[name] for name in SAMPLE} == {name: [] for name in SAMPLE}
+
+
+def test_every_kind_of_difference_is_found(found: dict[str, list[str]]) -> None:
+    for text, difference in DIFFERENT.items():
+        assert any(difference in problem for problem in found[text]), (text, found[text])

@@ -25,7 +25,7 @@ from truemfu.monitor.ranks.reporter import Identity, RankReporter
 from truemfu.monitor.ranks.row_sources import HostTime, RowSources
 
 SLEEP_S = 0.12
-STEPS = 40
+STEPS = 15
 
 
 def rank_of_two(rank: int, address: str, where: str, folder: Path) -> None:

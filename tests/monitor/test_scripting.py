@@ -75,8 +75,11 @@ def model() -> Model:
 
 
 @pytest.mark.parametrize("makes", WAYS, ids=lambda way: way.__name__)
-@pytest.mark.parametrize("wrap", [lambda m: m, CalledModels], ids=["model", "calls"])
-@pytest.mark.parametrize("has_stepped", [False, True], ids=["at once", "after a step"])
+@pytest.mark.parametrize(
+    ("wrap", "has_stepped"),
+    [(lambda m: m, True), (CalledModels, False)],
+    ids=["model, after a step", "calls, at once"],
+)
 def test_an_observed_model_becomes_what_it_becomes_alone(
     tmp_path: Path, makes: Callable[[nn.Module], str], wrap: Callable[[nn.Module], Any], has_stepped: bool
 ) -> None:

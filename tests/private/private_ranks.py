@@ -1,12 +1,8 @@
-"""Two ranks on gloo take private steps; each writes its gradients.
-
-Arguments: rank, folder, ddp or fsdp2, address. A collective that waits for two minutes is an error.
-"""
+"""Two ranks on gloo take private steps; each writes its gradients."""
 
 from __future__ import annotations
 
 import os
-import sys
 from datetime import timedelta
 from pathlib import Path
 
@@ -25,15 +21,28 @@ from truemfu.private.bookkeeping import BookKeeping
 SEED = 12
 MICRO_BATCHES = ((3, 1), (2, 2))
 """Samples of each rank, of two micro-batches."""
+KEPT: list[torch.nn.Module] = []
+"""Models, to the end of the process: see `rank_process`."""
 
 
 def batch() -> torch.Tensor:
     return torch.randint(VOCAB, (8, 5), generator=torch.Generator().manual_seed(0))
 
 
-def main(rank: int, folder: Path, parallel: str, address: str) -> None:
+def rank_process(rank: int, folder: Path, ways: tuple[str, ...], address: str) -> None:
+    """Steps under DDP and FSDP2. A collective that waits for two minutes is an error."""
+    torch.set_num_threads(1)
     limit = timedelta(minutes=2)
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2, timeout=limit)
+    for parallel in ways:
+        private_steps(rank, folder / parallel, parallel)
+    dist.destroy_process_group()
+    # The last owner of a gloo group, here the DDP module, joins its thread with Python's lock held, for
+    # which the thread may wait (torch 2.13): this function must not return.
+    os._exit(0)
+
+
+def private_steps(rank: int, folder: Path, parallel: str) -> None:
     model = Network(SEED)
     model.register_buffer("constant", torch.ones(2))
     if parallel == "ddp":
@@ -64,20 +73,14 @@ def main(rank: int, folder: Path, parallel: str, address: str) -> None:
         }
         torch.save(found, folder / f"{noise:g}_{rank}.pt")
         private.remove()
-    BookKeeping.weights = lambda book, norms: 0.3 / norms  # type: ignore[method-assign]
     wrong = PrivateOptimizer(called, optimizer, max_grad_norm=0.5, noise_multiplier=0.0)
-    with pytest.raises(ModelError, match="private gradient of step 1 is wrong"):
-        wrong.backward(losses_of, batch()[4 * rank :][:4])
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(BookKeeping, "weights", lambda book, norms: 0.3 / norms)
+        with pytest.raises(ModelError, match="private gradient of step 1 is wrong"):
+            wrong.backward(losses_of, batch()[4 * rank :][:4])
     if parallel == "ddp":  # which adds gradients again
         called.zero_grad()
         losses_of(called, batch()[4 * rank :][:4]).mean().backward()
         plain = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         torch.save(plain, folder / f"plain_{rank}.pt")
-    dist.destroy_process_group()
-    # The last owner of a gloo group, here the DDP module, joins its thread with Python's lock held, for
-    # which the thread may wait (torch 2.13): this function must not return.
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])
+    KEPT.append(called)

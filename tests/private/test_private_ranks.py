@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from networks import Network, losses_of, relative_error
-from private_ranks import SEED, batch
-from tests.monitor.rank_processes import free_address
+from private_ranks import SEED, batch, rank_process
+from tests.monitor.rank_processes import free_address, run_ranks
 from tests.versions import HAS_FSDP2_ON_CPU
 from torch import Tensor
 
@@ -26,28 +24,31 @@ def alone() -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
-def test_two_ranks_are_one_process_with_all_samples(parallel: str, tmp_path: Path) -> None:
-    if parallel == "fsdp2" and not HAS_FSDP2_ON_CPU:
-        pytest.skip("FSDP2 on a CPU needs a newer torch")
-    program = Path(__file__).parent / "private_ranks.py"
-    address = free_address()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, program, str(rank), tmp_path, parallel, address], stderr=subprocess.PIPE
-        )
-        for rank in range(2)
-    ]
-    errors = [rank.communicate(timeout=200)[1].decode() for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors)
+WAYS = ("ddp", "fsdp2") if HAS_FSDP2_ON_CPU else ("ddp",)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What both ranks wrote, in a folder for each way."""
+    folder, address = tmp_path_factory.mktemp("ranks"), free_address()
+    for parallel in WAYS:
+        (folder / parallel).mkdir()
+    codes, _ = run_ranks(rank_process, [(rank, folder, WAYS, address) for rank in range(2)], folder, 200)
+    assert codes == [0, 0]
+    return folder
+
+
+@pytest.mark.parametrize("parallel", WAYS)
+def test_two_ranks_are_one_process_with_all_samples(parallel: str, folder: Path) -> None:
+    found = folder / parallel
     without, noisy = (
-        [torch.load(tmp_path / f"{noise}_{rank}.pt") for rank in range(2)] for noise in ("0", "10000")
+        [torch.load(found / f"{noise}_{rank}.pt") for rank in range(2)] for noise in ("0", "10000")
     )
     assert relative_error(without[0], alone()) < 1e-5
     assert relative_error(without[1], without[0]) == 0
     assert relative_error(noisy[1], noisy[0]) == 0
     if parallel == "ddp":
-        plain = [torch.load(tmp_path / f"plain_{rank}.pt") for rank in range(2)]
+        plain = [torch.load(found / f"plain_{rank}.pt") for rank in range(2)]
         assert relative_error(plain[1], plain[0]) == 0
     noise = torch.cat([value.flatten() for value in noisy[0].values()])
     assert noise.std().item() == pytest.approx(1e4 * 0.5 / 8, rel=0.1)

@@ -39,10 +39,6 @@ class KillsItself(_InOneRank, failing_trainers.KillsItself):
     pass
 
 
-class Segfaults(_InOneRank, failing_trainers.Segfaults):
-    pass
-
-
 class Exits(_InOneRank, failing_trainers.Exits):
     pass
 

@@ -230,7 +230,8 @@ def test_no_other_module_spells_a_name_of_the_folder() -> None:
     spelled = {
         f"{file.relative_to(PACKAGE)}: {node.value}"
         for file in PACKAGE.rglob("*.py")
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if any(name in (text := file.read_text(encoding="utf-8")) for name in names)
+        for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Constant)
         and isinstance(node.value, str)
         and names & {*Path(node.value).parts}
