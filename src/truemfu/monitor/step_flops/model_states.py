@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ from .plan import ObservationPlan
 
 _CHECK_COST_S = 10e-6
 """What fingerprints may cost in a step, on average."""
-_FIRST_CHECK_S = 100e-6
+_STEPS_TO_SECOND_CHECK = 10
 _STEPS_TO_CHECK = 8
 """After a check, until one follows an unknown kind of step: it may come from a change."""
 _MOST_IDLE_CHANGES = 2
@@ -40,8 +41,8 @@ class ModelStates:
         self._models_checked = self._number_changes = 0
         self._checked_after = self.check_at = 0
         """After which step the last check was, and the next one is due."""
-        self.check_s, self._check_cost_s = 0.0, _FIRST_CHECK_S
-        """The time of all checks, and of the quickest."""
+        self.check_s, self._check_cost_s = 0.0, math.inf
+        """The time of all checks, and of the quickest but the first, which is slow."""
 
     def forget(self) -> None:
         """Other models are watched from now on."""
@@ -75,8 +76,11 @@ class ModelStates:
         self._checked_after = logged
         took_s = _now_s() - began_s
         self.check_s += took_s
-        self._check_cost_s = min(took_s, self._check_cost_s)  # the first one is slow
-        self.check_at = logged + 1 + int(self._check_cost_s / _CHECK_COST_S)
+        if last is None:
+            self.check_at = logged + _STEPS_TO_SECOND_CHECK
+        else:
+            self._check_cost_s = min(took_s, self._check_cost_s)
+            self.check_at = logged + 1 + int(self._check_cost_s / _CHECK_COST_S)
         return change
 
     def _enter(self, found: tuple[int, ...] | None) -> None:
