@@ -17,6 +17,9 @@ DECODERS = [
     c for c in CASES if c.name.startswith(("gpt2", "llama", "qwen", "mistral", "gemma", "mixtral", "deep"))
 ]
 PACKABLE = [c for c in DECODERS if not c.compiled and c.name not in ("llama-padded", "qwen2.5-vl")]
+ALONE = ("gpt2", "llama-sdpa", "llama-eager", "mistral", "gemma3")
+ALSO_PACKED = [c for c in PACKABLE if c.name not in ALONE]
+"""Their allowed pairs are counted for packed documents; others have every kernel and mask for plain rows."""
 
 
 # Older versions of torch run some of these attentions, but not all, without the fused kernel that recomputes.
@@ -53,7 +56,7 @@ def test_case_is_exact(name):
     assert_exact(c, c.batch(samples=3, length=41))
 
 
-@pytest.mark.parametrize("name", names([c for c in CASES if not c.compiled]))
+@pytest.mark.parametrize("name", names([c for c in CASES if not c.compiled and c not in ALSO_PACKED]))
 def test_case_is_exact_for_allowed_pairs(name):
     c = case(name)
     assert_exact(c, c.batch(samples=2, length=37), attention="causal")

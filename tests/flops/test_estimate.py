@@ -284,7 +284,6 @@ def test_models_of_plain_torch_are_close(model, batch):
 @pytest.mark.parametrize(
     ("model_class", "config"),
     [
-        ("ResNetForImageClassification", {}),
         ("ConvNextForImageClassification", {}),
         ("EfficientNetForImageClassification", {"image_size": 224}),
         ("ViTForImageClassification", {}),

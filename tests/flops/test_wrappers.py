@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import shutil
-import socket
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.monitor.rank_processes import free_address, run_ranks
+from tests.waiting import wait_until
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
@@ -377,11 +376,10 @@ OTHERS = ("old fsdp", "old fsdp, original parameters", "tensor parallel")
 """Wrappers that may be refused, in one clear line; never counted wrong, and never harmed."""
 
 
-def _rank(rank: int, port: int, folder: str, go: Any, kinds: tuple[str, ...]) -> None:
-    """One rank: the first counts while the second waits for an event; then both train."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+def _rank(rank: int, address: str, folder: Path, kinds: tuple[str, ...]) -> None:
+    """One rank: the first counts while the second waits for a file; then both train."""
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+    torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
     found: dict[str, Any] = {}
     models = {kind: _wrap(kind) for kind in kinds}
     torch.distributed.barrier()
@@ -400,17 +398,16 @@ def _rank(rank: int, port: int, folder: str, go: Any, kinds: tuple[str, ...]) ->
                 found[kind] = {"error": f"{type(error).__name__}: {error}"}
             found[kind]["collectives"] = _collectives() - before
             found[kind]["grads"] = [n for n, p in model.named_parameters() if p.grad is not None]
-        Path(folder, "counted").touch()
-        go.set()
+        (folder / "counted").touch()
     else:
-        go.wait(TIME_LIMIT_S)
+        wait_until((folder / "counted").exists, within_s=TIME_LIMIT_S)
     for kind, model in models.items():
         before = _collectives()
         for _ in range(2):
             model(**batch())["loss"].backward()
         bad = [n for n, p in model.named_parameters() if p.grad is None and p.numel()]
         found.setdefault(kind, {})["trained"] = {"without grad": bad, "collectives": _collectives() - before}
-    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    (folder / f"{rank}.json").write_text(json.dumps(found))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
@@ -419,29 +416,14 @@ def _job(folder: Path, kinds: tuple[str, ...]) -> list[dict[str, Any]]:
     """Two processes; what each of them found, or a failure that says where they hung."""
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
         pytest.skip("needs torch.distributed with gloo")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = torch.multiprocessing.get_context("spawn")
-    go = context.Event()
-    ranks = [context.Process(target=_rank, args=(r, port, str(folder), go, kinds)) for r in range(2)]
-    for process in ranks:
-        process.start()
-    deadline = time.monotonic() + TIME_LIMIT_S
-    while any(p.is_alive() for p in ranks) and not any(p.exitcode for p in ranks):
-        if time.monotonic() > deadline:
-            break
-        time.sleep(0.05)
-    hung = [process for process in ranks if process.is_alive()]
-    codes = [process.exitcode for process in ranks]
-    for process in hung:
-        process.kill()
-        process.join()
+    address = free_address()
+    arguments = [(rank, address, folder, kinds) for rank in range(2)]
+    codes, found = run_ranks(_rank, arguments, folder, TIME_LIMIT_S)
     counted = (folder / "counted").exists()
     assert codes == [0, 0], (
         f"a rank {'hung or failed in training, after' if counted else 'hung while'} one counted"
     )
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return [found[rank] for rank in range(2)]
 
 
 def _wrong(kind: str, first: dict[str, Any], second: dict[str, Any]) -> list[str]:
@@ -474,10 +456,10 @@ def test_one_rank_counts_alone_and_then_both_train(tmp_path: Path) -> None:
     assert wrong == {kind: [] for kind in KINDS}
 
 
-@pytest.mark.parametrize("kind", OTHERS)
-def test_other_wrappers_are_counted_or_refused_and_never_harmed(kind: str, tmp_path: Path) -> None:
-    first, second = (found[kind] for found in _job(tmp_path, (kind,)))
-    assert _wrong(kind, first, second) == []
-    if "error" in first:
-        assert first["error"].startswith("ModelError: "), first["error"]
-        assert "parallel" in first["error"].lower(), first["error"]
+def test_other_wrappers_are_counted_or_refused_and_never_harmed(tmp_path: Path) -> None:
+    first, second = _job(tmp_path, OTHERS)
+    for kind in OTHERS:
+        assert _wrong(kind, first[kind], second[kind]) == [], kind
+        if "error" in first[kind]:
+            assert first[kind]["error"].startswith("ModelError: "), first[kind]["error"]
+            assert "parallel" in first[kind]["error"].lower(), first[kind]["error"]

@@ -44,6 +44,7 @@ class Place:
         self.report = folder / "step.ncu-rep"
         self.ncu, self.pid_file = install_fake_ncu(folder), folder / "pid"
         self.said: list[str] = []
+        self.said_file = folder / "said"
 
     def run(self, code: str, *command: str, **options: Any) -> AuditedRun:
         environment = {
@@ -59,9 +60,11 @@ class Place:
             log_file=self.log_file,
         )
         options = {"grace_s": 2.0, **options}
-        return run_audited(
-            call, environment=environment, count_file=self.count_file, say=self.said.append, **options
-        )
+        return run_audited(call, environment=environment, count_file=self.count_file, say=self.say, **options)
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+        self.said_file.touch()
 
     def printed(self) -> str:
         return printed_by(str(self.ncu), log_file=self.log_file, report=self.report)
@@ -91,7 +94,7 @@ def test_a_process_may_take_its_leave(workspace: Place) -> None:
 
 
 def test_a_process_that_will_not_go_is_killed(workspace: Place) -> None:
-    end = workspace.run("signal.signal(signal.SIGTERM, signal.SIG_IGN)\ncount()\n" + HANG)
+    end = workspace.run("signal.signal(signal.SIGTERM, signal.SIG_IGN)\ncount()\n" + HANG, grace_s=0.2)
     assert end == AuditedRun(signal.SIGKILL, was_ended=True)
     assert workspace.printed() == STEP
 
@@ -103,7 +106,7 @@ def test_the_process_that_counted_is_ended_though_others_stand_between(workspace
 
 
 def test_a_run_may_go_on(workspace: Place) -> None:
-    assert workspace.run("count()\ntime.sleep(1)\nsys.exit(5)", keep_running=True) == AuditedRun(
+    assert workspace.run("count()\ntime.sleep(0.3)\nsys.exit(5)", keep_running=True) == AuditedRun(
         5, was_ended=False
     )
 
@@ -111,7 +114,8 @@ def test_a_run_may_go_on(workspace: Place) -> None:
 def test_a_number_of_somebody_elses_process_is_not_signalled(workspace: Place) -> None:
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as stranger:
         try:
-            end = workspace.run(f"count({stranger.pid})\ntime.sleep(1)")
+            heard = f"os.path.exists({str(workspace.said_file)!r})"
+            end = workspace.run(f"count({stranger.pid})\nwhile not {heard}: time.sleep(0.01)")
             assert end == AuditedRun(0, was_ended=False)
             assert stranger.poll() is None
             (said,) = workspace.said
@@ -121,7 +125,7 @@ def test_a_number_of_somebody_elses_process_is_not_signalled(workspace: Place) -
 
 
 def test_a_count_that_cannot_be_read_ends_nothing(workspace: Place) -> None:
-    code = "open(os.environ['TRUEMFU_AUDIT'], 'w').write('{')\ntime.sleep(1)\nsys.exit(6)"
+    code = "open(os.environ['TRUEMFU_AUDIT'], 'w').write('{')\ntime.sleep(0.3)\nsys.exit(6)"
     assert workspace.run(code) == AuditedRun(6, was_ended=False)
 
 

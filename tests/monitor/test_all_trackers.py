@@ -10,7 +10,6 @@ import os
 import sqlite3
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.waiting import wait_until
 from tests.wandb_records import history
 
 from truemfu import TrainingMonitor
@@ -350,10 +350,7 @@ def test_rows_that_mlflow_collects_reach_the_store_while_the_run_goes_on(
                 return []
         return [step for (step,) in rows]
 
-    ends_s = time.monotonic() + 60
-    while not (tmp_path / "mlflow.db").exists() or steps_in_the_store() != [5, 10]:
-        assert time.monotonic() < ends_s
-        time.sleep(0.2)
+    wait_until(lambda: (tmp_path / "mlflow.db").exists() and steps_in_the_store() == [5, 10])
     monitor.close()
 
 
@@ -362,13 +359,8 @@ def test_saving_waits_once_for_a_tracker_that_hangs_and_again_when_it_has_caught
 ) -> None:
     class Slow(Kept):
         def log(self, step: int, metrics: Any) -> None:
-            released.wait(60)
+            released.wait(10_000)
             super().log(step, metrics)
-
-    def seconds_to_save() -> float:
-        began_s = time.monotonic()
-        monitor.save_logs()
-        return time.monotonic() - began_s
 
     released, slow = Event(), Slow()
     monkeypatch.setattr("truemfu.monitor.monitor._SAVE_TIMEOUT_S", 3.0)
@@ -376,9 +368,10 @@ def test_saving_waits_once_for_a_tracker_that_hangs_and_again_when_it_has_caught
     train(monitor, range(1, 6))
     assert monitor._live._row_thread.finish_pending(60)  # the first step is counted, which takes a while
     with pytest.warns(TruemfuWarning, match="tracker Slow did not accept its rows within 3 s"):
-        assert seconds_to_save() >= 3
+        monitor.save_logs()
+    monkeypatch.setattr("truemfu.monitor.monitor._SAVE_TIMEOUT_S", 10_000.0)  # too long for this test
     train(monitor, range(6, 11))
-    assert seconds_to_save() < 2
+    monitor.save_logs()
     assert local_steps(tmp_path) == list(range(1, 11))
     released.set()
     assert monitor._output._remote.lanes[0].wait_until_idle(30)
