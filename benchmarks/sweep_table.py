@@ -1,6 +1,7 @@
-"""The figures of docs/sweep.md, "On an H200", and docs/private.md, from the committed sweep.
+"""The figures of docs/sweep.md, "On an H200", and docs/private.md, from the committed sweeps.
 
-    sweep_h200/results ─► the table of the page ─► what it shows: ratios between trainers and batch shapes
+    sweep_h200/results         ─► the table of the page ─► ratios between trainers and batch shapes
+    sweep_h200_8x1024/results  ─► one batch shape again, with a later book-keeping
 
 Why: `truemfu summarize` prints means over all points, and the pages name single ones.
 
@@ -13,7 +14,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results" / "sweep_h200" / "results"
+_ALL = Path(__file__).parent / "results"
+RESULTS, LATER = _ALL / "sweep_h200" / "results", _ALL / "sweep_h200_8x1024" / "results"
 TRAINERS = {
     "StandardTrainer": "standard",
     "DPBookKeepingTrainer": "book-keeping",
@@ -25,10 +27,10 @@ STANDARD, BOOK_KEEPING = list(TRAINERS)[:2]
 SHAPES = [(batch, length) for batch in (4, 8) for length in (512, 1024)]
 
 
-def results() -> dict[str, dict[tuple[int, int], dict[str, Any]]]:
+def results(folder: Path = RESULTS) -> dict[str, dict[tuple[int, int], dict[str, Any]]]:
     """Each trainer's results by batch × sequence."""
     found: dict[str, dict[tuple[int, int], dict[str, Any]]] = {name: {} for name in TRAINERS}
-    for path in RESULTS.glob("*.json"):
+    for path in folder.glob("*.json"):
         result = json.loads(path.read_text(encoding="utf-8"))
         case = result["case"]
         found[case["trainer"]][case["batch_size"], case["seq_len"]] = result
@@ -39,10 +41,10 @@ def step_s(result: dict[str, Any]) -> float:
     return float(result["measured"]["steps"]["median_s"])
 
 
-def table() -> list[str]:
-    """The rows of the page's table."""
-    found, lines = results(), []
-    for shape in SHAPES:
+def table(folder: Path = RESULTS) -> list[str]:
+    """The rows of a table of the page."""
+    found, lines = results(folder), []
+    for shape in sorted(found[STANDARD]):
         for name, text in TRAINERS.items():
             result = found[name][shape]
             flops, error = result["measured"]["flops"], result["measured"]["steps"]["relative_error"]
@@ -93,5 +95,21 @@ def compared() -> list[str]:
     return lines
 
 
+def later() -> list[str]:
+    """Ratios of the later sweep."""
+    found, (shape,) = results(LATER), SHAPES[-1:]
+    own = found[BOOK_KEEPING][shape]
+    ratios = ", ".join(
+        f"{step_s(found[name][shape]) / step_s(own):.2f} for {text}"
+        for name, text in list(TRAINERS.items())[2:]
+    )
+    standard = found[STANDARD][shape]
+    work = own["measured"]["flops"]["hardware_flops"] / standard["measured"]["flops"]["hardware_flops"]
+    return [
+        f"later, 8 × 1024: book-keeping over standard {step_s(own) / step_s(standard):.2f}, executed work "
+        f"{work:.2f}; over book-keeping: {ratios}"
+    ]
+
+
 if __name__ == "__main__":
-    print("\n".join([*table(), "", *compared()]))
+    print("\n".join([*table(), "", *compared(), "", *table(LATER), "", *later()]))
