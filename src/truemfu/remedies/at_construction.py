@@ -35,7 +35,7 @@ def _with_arguments(cls: Any, change: Callable[[dict[str, Any]], None]) -> None:
 def optimizers_with(argument: str) -> list[type]:
     """The optimizers of torch that take this argument."""
     found = [value for value in vars(torch.optim).values() if inspect.isclass(value)]
-    return [cls for cls in found if argument in inspect.signature(cls.__init__).parameters]  # type: ignore[misc]
+    return [cls for cls in found if argument in inspect.signature(cls.__init__).parameters]
 
 
 def _optimizer(chosen: str, other: str) -> Callable[[str], None]:

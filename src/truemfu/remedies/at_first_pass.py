@@ -29,7 +29,7 @@ class Training:
 
 
 def repeated_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The outermost containers with several blocks of one class, where a block has parts, with their names."""
+    """The outermost containers with several blocks of one class, each block with parts, and their names."""
 
     def found_in(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         children = list(module.children())
@@ -110,8 +110,9 @@ def _attention(training: Training, option: str) -> None:
     if "set_attn_implementation" not in option:
         return
     for module in training.modules:
-        if hasattr(module, "set_attn_implementation"):
-            module.set_attn_implementation("sdpa")
+        set_implementation: Any = getattr(module, "set_attn_implementation", None)
+        if set_implementation is not None:
+            set_implementation("sdpa")
 
 
 def _liger(training: Training, option: str) -> None:

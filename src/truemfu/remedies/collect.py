@@ -182,7 +182,7 @@ class Collector:
         )
 
 
-def _in_one_pass(module: nn.Module, mode: _Functions) -> None:
+def _in_one_pass(module: nn.Module, mode: Any) -> None:
     """Enter the mode for the next forward pass of this module alone."""
     hooks: list[Any] = []
 

@@ -81,6 +81,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     device_memory_bytes: int | None = None
     cpus: int | None = None
     """That this process may use."""
+    ranks: int | None = None
     torch: str | None = None
     models: list[str] = []
     """Classes of the modules that a step calls."""
@@ -115,7 +116,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     optimizers: list[SeenOptimizer] = []
     loaders: list[SeenLoader] = []
     step_time_s: float | None = None
-    """Of the first unchanged run, as the next three."""
+    """Of the first unchanged run, as the next three and `ranks`."""
     data_wait_s: float | None = None
     padding: float | None = None
     """The share of tokens that are padding."""

@@ -78,7 +78,8 @@ def _compile_blocks(e: Evidence) -> Judgement:
     if not e.repeated_blocks:
         return _no("the model has no list of blocks of one class")
     found = ", ".join(f"{number} in {name}" for name, number in e.repeated_blocks.items())
-    return _yes(f"repeated blocks: {found}", next(iter(e.repeated_blocks)))
+    parts = (f"*model.{name}" if name else "*model" for name in e.repeated_blocks)
+    return _yes(f"repeated blocks: {found}", ", ".join(parts))
 
 
 def _cuda_graphs(e: Evidence) -> Judgement:
@@ -150,7 +151,7 @@ def _workers(e: Evidence) -> Judgement:
         return _no("the loaders have workers already")
     if all(one.is_stream for one in plain):
         return _no("the dataset is a stream: each worker would repeat all of it, unless it shards")
-    workers = max(1, min(_MOST_WORKERS, (e.cpus or 2) - 1))
+    workers = max(2, min(_MOST_WORKERS, (e.cpus or 2) // max(e.ranks or 1, 1)))
     share = _wait_share(e) or 0
     return _yes(f"the step waits for data {100 * share:.1f} % of its time, and loads it itself", str(workers))
 
@@ -268,7 +269,7 @@ REMEDIES: tuple[Remedy, ...] = (
         title="torch.compile of its repeated blocks",
         changes=ROUNDING,
         judge=_compile_blocks,
-        line="for block in model.{option}: block.compile()",
+        line="for block in [{option}]: block.compile()",
         one_of="compile",
     ),
     Remedy(
@@ -305,7 +306,7 @@ REMEDIES: tuple[Remedy, ...] = (
         title="checkpointing off",
         changes=NOTHING,
         judge=_checkpointing,
-        line="call the checkpointed functions directly (transformers: model.gradient_checkpointing_disable())",
+        line="call what is checkpointed directly (transformers: model.gradient_checkpointing_disable())",
     ),
     Remedy(
         name="fused_optimizer",

@@ -105,8 +105,8 @@ class _Session:
         together: dict[str, str] = {}
         try:
             self._measure(plan)
-            together = _best_of_each(self._cases(plan, evidence))
-            together = {name: plan.options[name] for name in together}
+            gaining = _best_of_each(self._cases(plan, evidence))
+            together = {name: plan.options[name] for name in gaining}
             if len(together) > 1:
                 self._measure_together(together, plan.rounds)
         except KeyboardInterrupt:
@@ -130,6 +130,7 @@ class _Session:
             step_time_s=fmean(run.step_times_s),
             data_wait_s=fmean(run.data_waits_s) if run.data_waits_s else None,
             padding=run.padding,
+            ranks=run.world_size,
             peak_memory_bytes=run.peak_memory_bytes,
         )
         return run, known
