@@ -11,19 +11,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from ..remedies.facts import UNCHANGED
 from ..report.compare.compare import CONFIDENCE, RUN_TO_RUN, RUN_TO_RUN_ON_CPU
-from ..report.compare.intervals import FEWEST_STEPS, Estimate, median_of, ratio_of
-from .record import GAINS, LOSES, UNCLEAR, LossDistance
-
-__all__ = [
-    "CONFIDENCE",
-    "FEWEST_STEPS",
-    "Gain",
-    "gain_of",
-    "largest_difference",
-    "loss_distance",
-    "typical_step",
-]
+from ..report.compare.intervals import Estimate, median_of, ratio_of
+from .record import GAINS, LOSES, UNCLEAR, LossDistance, TrialRun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +31,17 @@ class Gain:
     def verdict(self) -> str:
         """Only an interval without zero shows anything."""
         return GAINS if self.low > 0 else LOSES if self.high < 0 else UNCLEAR
+
+
+def beside(runs: Sequence[TrialRun], measured: Sequence[TrialRun]) -> list[TrialRun]:
+    """The unchanged runs next before and next after some runs, each once, in order."""
+    unchanged = [run for run in runs if run.name == UNCHANGED and run.failure is None]
+    found: dict[int, TrialRun] = {}
+    for run in measured:
+        before = [other for other in unchanged if other.number < run.number][-1:]
+        after = [other for other in unchanged if other.number > run.number][:1]
+        found |= {other.number: other for other in (*before, *after)}
+    return [found[number] for number in sorted(found)]
 
 
 def typical_step(step_times_s: Sequence[float], data_waits_s: Sequence[float]) -> Estimate:

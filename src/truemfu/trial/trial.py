@@ -22,10 +22,11 @@ from ..provenance import redacted_arguments
 from ..records import write_record
 from ..remedies.facts import UNCHANGED, Evidence, TrialOrder
 from ..remedies.table import BY_NAME, REMEDIES
-from .figures import CONFIDENCE, gain_of, loss_distance, typical_step, unchanged_difference
+from .choice import best_of_each, recommended_of, why_not_together
+from .figures import CONFIDENCE, beside, gain_of, loss_distance, typical_step, unchanged_difference
 from .plan import Plan, make_plan, turns
 from .process import run_process
-from .record import FAILED, GAINS, NOT_MEASURED, TOGETHER, TRIAL_FILE, Trial, TrialCase, TrialRun
+from .record import FAILED, NOT_MEASURED, TOGETHER, TRIAL_FILE, Trial, TrialCase, TrialRun
 
 _FIRST_LIMIT_S = 1800.0
 _LIMIT_FACTOR, _LIMIT_EXTRA_S, _COMPILE_EXTRA_S = 10.0, 60.0, 300.0
@@ -105,7 +106,7 @@ class _Session:
         together: dict[str, str] = {}
         try:
             self._measure(plan)
-            gaining = _best_of_each(self._cases(plan, evidence))
+            gaining = best_of_each(self._cases(plan, evidence))
             together = {name: plan.options[name] for name in gaining}
             if len(together) > 1:
                 self._measure_together(together, plan.rounds)
@@ -215,9 +216,9 @@ class _Session:
             return msgspec.structs.replace(case, verdict=FAILED, reason=failed.failure or "")
         if not measured:
             return case
-        beside = _beside(self._runs, measured)
+        neighbours = beside(self._runs, measured)
         gain = gain_of(
-            [typical_step(run.step_times_s, run.data_waits_s) for run in beside],
+            [typical_step(run.step_times_s, run.data_waits_s) for run in neighbours],
             [typical_step(run.step_times_s, run.data_waits_s) for run in measured],
             on_cpu=evidence.device != "cuda",
         )
@@ -248,7 +249,7 @@ class _Session:
         settings, unchanged = self._settings, self._unchanged
         cases = self._cases(plan, evidence)
         combined = self._together(together, evidence)
-        recommended = _recommended(cases, combined)
+        recommended = recommended_of(cases, combined)
         by_name = {case.name: case for case in cases}
         peaks = [run.peak_memory_bytes for run in unchanged if run.peak_memory_bytes is not None]
         failed = [run for run in self._runs if run.name == UNCHANGED and run.failure is not None]
@@ -271,7 +272,7 @@ class _Session:
             unchanged_losses_difference=unchanged_difference([run.losses for run in unchanged]),
             cases=cases,
             together=combined,
-            together_reason=None if combined else _why_not_together(cases),
+            together_reason=None if combined else why_not_together(cases),
             recommended=recommended,
             lines=[line for name in recommended for line in by_name[name].lines],
             notes=notes,
@@ -290,44 +291,3 @@ class _Session:
             remedies=list(remedies),
         )
         return self._with_figures(case, "each of them gained alone", evidence)
-
-
-def _beside(runs: Sequence[TrialRun], measured: Sequence[TrialRun]) -> list[TrialRun]:
-    """The unchanged runs next before and next after some runs, each once, in order."""
-    unchanged = [run for run in runs if run.name == UNCHANGED and run.failure is None]
-    found: dict[int, TrialRun] = {}
-    for run in measured:
-        before = [other for other in unchanged if other.number < run.number][-1:]
-        after = [other for other in unchanged if other.number > run.number][:1]
-        found |= {other.number: other for other in (*before, *after)}
-    return [found[number] for number in sorted(found)]
-
-
-def _best_of_each(cases: Sequence[TrialCase]) -> list[str]:
-    """The remedies that gain; of those that exclude each other the better one."""
-    best: dict[str, TrialCase] = {}
-    for case in cases:
-        if case.verdict != GAINS:
-            continue
-        key = BY_NAME[case.name].one_of or case.name
-        if key not in best or (case.gain or 0) > (best[key].gain or 0):
-            best[key] = case
-    return [case.name for case in best.values()]
-
-
-def _recommended(cases: Sequence[TrialCase], together: TrialCase | None) -> list[str]:
-    """All that gained, if together they gain most; else the best one alone."""
-    gaining = [case for case in cases if case.verdict == GAINS]
-    if not gaining:
-        return []
-    best = max(gaining, key=lambda case: case.gain or 0)
-    if together is None or together.verdict != GAINS or (together.gain or 0) < (best.gain or 0):
-        return [best.name]
-    return together.remedies
-
-
-def _why_not_together(cases: Sequence[TrialCase]) -> str:
-    gaining = len(_best_of_each(cases))
-    return (
-        "nothing gained" if not gaining else "only one remedy gained" if gaining == 1 else "the trial ended"
-    )
