@@ -64,7 +64,9 @@ def run_process(
     if results:
         run = _measured(run, order, results)
     if run.failure is not None:
-        run = msgspec.structs.replace(run, output_tail=_tail(folder))
+        tail = _tail(folder)
+        last = f": {tail[-1]}" if tail and not results else ""
+        run = msgspec.structs.replace(run, failure=f"{run.failure}{last}", output_tail=tail)
     return run, results[0].evidence if results else None
 
 
