@@ -22,8 +22,9 @@ from ..provenance import redacted_arguments
 from ..records import write_record
 from ..remedies.facts import UNCHANGED, Evidence, TrialOrder
 from ..remedies.table import BY_NAME, REMEDIES
+from ..report.compare.compare import CONFIDENCE
 from .choice import best_of_each, recommended_of, why_not_together
-from .figures import CONFIDENCE, beside, gain_of, loss_distance, typical_step, unchanged_difference
+from .figures import beside, gain_of, loss_distance, typical_step, unchanged_difference
 from .plan import Plan, make_plan, turns
 from .process import run_process
 from .record import FAILED, NOT_MEASURED, TOGETHER, TRIAL_FILE, Trial, TrialCase, TrialRun
@@ -162,7 +163,12 @@ class _Session:
             if left_s < first_s:
                 raise _OutOfTime
             limit_s = min(limit_s, left_s)
-        return self._run(remedies, name, limit_s)[0]
+        run = self._run(remedies, name, limit_s)[0]
+        ends_s = self._settings.time_s
+        if run.failure is not None and ends_s is not None and self._elapsed_s >= ends_s:
+            self._runs.remove(run)  # it had no time, which is no failure
+            raise _OutOfTime
+        return run
 
     def _run(self, remedies: dict[str, str], name: str, limit_s: float) -> tuple[TrialRun, Evidence | None]:
         settings, number, began_s = self._settings, len(self._runs) + 1, time.monotonic()
