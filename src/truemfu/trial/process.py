@@ -31,6 +31,8 @@ OUTPUT_FILE = "output.txt"
 _POLL_S = 0.1
 _AFTER_RESULTS_S = 20.0
 """For launchers to end by themselves, once each rank has its result."""
+_SUMMARY = "\ntruemfu\n"
+"""How the summary of a monitor begins."""
 _TAIL_BYTES, _TAIL_LINES = 20_000, 15
 
 
@@ -181,6 +183,7 @@ def _is_measured(row: Mapping[str, Any], order: TrialOrder) -> bool:
 
 
 def _tail(folder: Path) -> list[str]:
-    """The last lines that it printed."""
+    """The last lines that it printed before the monitor's summary."""
     text = read_end(folder / OUTPUT_FILE, _TAIL_BYTES)[0].decode(errors="replace")
+    text = text.partition(_SUMMARY)[0]
     return [shortened(on_one_line(line)) for line in text.splitlines() if line.strip()][-_TAIL_LINES:]
