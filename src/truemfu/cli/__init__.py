@@ -98,9 +98,9 @@ def cli(context: click.Context) -> None:
 for _command in (
     run,
     status,
-    try_remedies,
     report,
     compare,
+    try_remedies,
     count,
     devices,
     peak,
