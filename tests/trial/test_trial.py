@@ -10,68 +10,8 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
 import torch
-from tests.trial.trials import RUN_SCRIPTS, Tried, command, environment, tried, written
-
-LOOP = """
-import atexit, os, sys, time
-import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, Dataset
-
-torch.manual_seed(0)
-TRY = os.environ.get("TRUEMFU_TRY")
-
-
-class Data(Dataset):
-    def __len__(self):
-        return 800
-
-    def __getitem__(self, index):
-        {item}
-        return torch.full((8,), index / 800)
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(8, 8)
-
-    def forward(self, x):
-        {forward}
-        return torch.relu(self.inner(x))
-
-
-model = nn.Sequential(Block(), Block())
-{before}
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-step = 0
-for epoch in range(1000):
-    for batch in DataLoader(Data(), batch_size=4, shuffle=True):
-        x = batch
-        for block in model:
-            x = {call}
-        loss = x.sub(1).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        step += 1
-        {after}
-"""
-
-
-def script(**parts: str) -> str:
-    default = {"item": "pass", "forward": "pass", "before": "", "call": "block(x)", "after": "pass"}
-    text = LOOP
-    for name, part in {**default, **parts}.items():
-        text = text.replace("{" + name + "}", part)
-    return text
-
-
-def trial_of(folder: Path, *options: str, **parts: str) -> Tried:
-    return tried(folder, *options, call=written(folder, script(**parts)))
+from tests.trial.trials import RUN_SCRIPTS, command, environment, script, trial_of, tried, written
 
 
 def test_a_slow_loader_gains_by_workers(tmp_path: Path) -> None:
@@ -145,16 +85,6 @@ def test_the_unchanged_process_trains_as_without_a_trial(tmp_path: Path) -> None
     assert done.runs("unchanged")[0]["losses"][19] == float(alone["x"])
 
 
-def test_a_process_ends_without_the_code_after_its_training(tmp_path: Path) -> None:
-    before = "atexit.register(lambda: open('atexit.txt', 'w').close())"
-    done = trial_of(tmp_path, "--only", "pin_memory", before=before, item="print('x' * 100_000)")
-    assert done.code == 0, done.stderr
-    assert not (tmp_path / "atexit.txt").exists()
-    assert len(done.trial["runs"]) == 1
-    assert done.trial["runs"][0]["seconds"] < 100
-    assert "No remedy" in done.stdout or "Nothing was measured" in done.stdout
-
-
 FAULTS = {
     "raises": ("raise ValueError('no such thing')", "ValueError: no such thing"),
     "out_of_memory": ("raise torch.OutOfMemoryError('64 GiB')", "out of memory: OutOfMemoryError: 64 GiB"),
@@ -191,30 +121,6 @@ def test_an_optimizer_that_a_remedy_does_not_fit_is_a_result(tmp_path: Path) -> 
     assert done.code == 0, done.stderr
     assert done.case("fused_optimizer")["verdict"] == "failed"
     assert "fused" in done.case("fused_optimizer")["reason"]
-
-
-@pytest.mark.parametrize(
-    ("text", "cause"),
-    [
-        ("import torch\nraise ValueError('broken script')", "ValueError: broken script"),
-        ("print('nothing to see')", "no training step was seen"),
-        (script(after="sys.exit() if step == 5 else None"), "too few steps: 2 of at least 20"),
-    ],
-)
-def test_an_unchanged_command_that_fails_is_shown_and_the_exit_code_is_1(
-    tmp_path: Path, text: str, cause: str
-) -> None:
-    done = tried(tmp_path, call=written(tmp_path, text))
-    assert done.code == 1
-    assert cause in done.stderr
-    assert done.stdout == ""
-
-
-def test_a_script_with_a_monitor_of_its_own_is_told_so(tmp_path: Path) -> None:
-    own = "from truemfu import TrainingMonitor\nmonitor = TrainingMonitor('out', model=model)"
-    done = trial_of(tmp_path, before=own)
-    assert done.code == 1
-    assert "the script has a monitor of its own" in done.stderr
 
 
 def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:

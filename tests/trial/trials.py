@@ -76,3 +76,63 @@ def longer(name: str, *constants: tuple[str, str]) -> str:
         assert old in text
         text = text.replace(old, new, 1)
     return text
+
+
+LOOP = """
+import atexit, os, sys, time
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset
+
+torch.manual_seed(0)
+TRY = os.environ.get("TRUEMFU_TRY")
+
+
+class Data(Dataset):
+    def __len__(self):
+        return 800
+
+    def __getitem__(self, index):
+        {item}
+        return torch.full((8,), index / 800)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        {forward}
+        return torch.relu(self.inner(x))
+
+
+model = nn.Sequential(Block(), Block())
+{before}
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+step = 0
+for epoch in range(1000):
+    for batch in DataLoader(Data(), batch_size=4, shuffle=True):
+        x = batch
+        for block in model:
+            x = {call}
+        loss = x.sub(1).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        {after}
+"""
+
+
+def script(**parts: str) -> str:
+    default = {"item": "pass", "forward": "pass", "before": "", "call": "block(x)", "after": "pass"}
+    text = LOOP
+    for name, part in {**default, **parts}.items():
+        text = text.replace("{" + name + "}", part)
+    return text
+
+
+def trial_of(folder: Path, *options: str, **parts: str) -> Tried:
+    return tried(folder, *options, call=written(folder, script(**parts)))
