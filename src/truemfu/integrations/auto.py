@@ -115,7 +115,6 @@ class AutoMonitor:
         if self._monitor is not None:
             with contextlib.suppress(Exception):
                 self._monitor.detach()
-
         if self._trial is not None:
             self._trial.fail(why)
 
