@@ -113,6 +113,9 @@ LONG = (
     "tests/integrations/test_run.py",
     "tests/integrations/test_opacus_check.py::test_a_script",
     "tests/monitor/test_identity.py",
+    # whole trials, of several processes each
+    "tests/trial/test_frameworks.py",
+    "tests/trial/test_trial.py",
 )
 """Tests for `make test-all` alone, by the beginning of their name; `make test` is to take six minutes."""
 

@@ -35,9 +35,10 @@ from .status import status
 from .summarize import summarize
 from .sweep import sweep
 from .top import top
+from .try_remedies import try_remedies
 
 DONE, FAILED, WRONG_CALL, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
-_LEAVING_IN_ORDER = ("audit", "top")
+_LEAVING_IN_ORDER = ("audit", "top", "try")
 
 
 class _InOrder(click.Group):
@@ -63,6 +64,7 @@ def cli(context: click.Context) -> None:
         truemfu run train.py --epochs 3            also torchrun, accelerate, srun: truemfu run -- torchrun …
         truemfu status                             the runs in this folder, running or ended
         truemfu report DIR -o report.html          an HTML report of a run
+        truemfu try -- python train.py             what torch.compile, a fused optimizer, … gain on it
     \b
     The FLOPs of one training step, exact, without a GPU and without weights:
         truemfu count 1b --batch 4 --seq 512
@@ -98,6 +100,7 @@ for _command in (
     status,
     report,
     compare,
+    try_remedies,
     count,
     devices,
     peak,
@@ -115,7 +118,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
     debug = "--debug" in own
-    if arguments[:1] not in (["audit"], ["run"]):  # they run the user's command in the user's environment
+    if arguments[:1] not in (
+        ["audit"],
+        ["run"],
+        ["try"],
+    ):  # they run the user's command in the user's environment
         _stay_offline()
     with _quiet_libraries(debug), _terminable(arguments[:1]):
         code = _run(arguments, debug)

@@ -31,6 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ..errors import TruemfuError, one_line
 from ..monitor import created
 from ..monitor.ranks.this_rank import launched
+from ..remedies.facts import ORDER
 from .find_models import models_with, names_in_script, parameters_of
 from .guarded import noting
 from .opacus_check import OpacusCheck
@@ -54,6 +55,7 @@ class AutoMonitor:
         self._pauses = TrainerPauses(self._pause)
         self._optimizers = SeenOptimizers()
         self._privacy = OpacusCheck() if settings.check_privacy else None
+        self._trial = _trial()
         self._models: list[weakref.ref[nn.Module]] = []
         self._monitor: Any = None
         self._is_off = self._is_opening = False
@@ -113,6 +115,8 @@ class AutoMonitor:
         if self._monitor is not None:
             with contextlib.suppress(Exception):
                 self._monitor.detach()
+        if self._trial is not None:
+            self._trial.fail(why)
 
     def _monitor_made(self, monitor: Any) -> None:
         """A `TrainingMonitor` was made: if the script made it, that one is enough."""
@@ -240,7 +244,19 @@ class AutoMonitor:
         self._why_nothing = "the monitor failed before its first row"
         self._optimizers.begin_step()
         rate = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
-        self._monitor.log_step(self.steps, None, self._losses.take(), None, rate)
+        loss = self._losses.take() if self._trial is None else self._trial.kept(self._losses.take())
+        self._monitor.log_step(self.steps, None, loss, None, rate)
+        if self._trial is not None:
+            self._trial.step_ended(self._monitor.called_modules, self._monitor.close)
+
+
+def _trial() -> Any:
+    """What ends this process after its steps, if `truemfu try` has started it."""
+    if ORDER not in os.environ:
+        return None
+    from ..remedies.in_process import TrialProcess
+
+    return TrialProcess.in_environment()
 
 
 def _free_folder(settings: RunSettings) -> Path:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..errors import brief, one_line
 from ..hardware.detect import override_flops_per_s
@@ -257,6 +258,12 @@ class TrainingMonitor:
     def has_batches(self) -> bool:
         """Whether a batch of the current step was noted."""
         return self._live is not None and self._live.steps.batches.has_notes
+
+    @property
+    def called_modules(self) -> list[nn.Module]:
+        """The modules whose forward passes are noted; of `CalledModels` those that were called so far."""
+        found = [watched.module for watched in self._hooks.models.modules]
+        return [module for module in found if module is not None]
 
     def notice(self, text: str) -> None:
         """Warn once, and repeat it in the summary: what an integration has to report."""

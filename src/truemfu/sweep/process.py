@@ -55,7 +55,10 @@ _PROC = Path("/proc")
 class WorkerProcess:
     """One worker process and all its descendants."""
 
-    def __init__(self, command: Sequence[str], *, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, command: Sequence[str], *, environment: Mapping[str, str], output: int | None = None
+    ) -> None:
+        """`output` is a descriptor for what it prints, the caller's; None: kept as `first_output`."""
         self.token = uuid.uuid4().hex
         self.answer = b""
         """The worker's result, known once it has ended; a full disk or a removed folder does not lose it."""
@@ -63,12 +66,12 @@ class WorkerProcess:
         """What it printed until it had its order and wrote to a log of its own; known once it has ended."""
         self.peak_bytes: int | None = None
         """The peak of its host memory, updated by each `wait`."""
-        self._answer_file, self._output_file = _unnamed_file(), _unnamed_file()
+        self._answer_file, self._output_file = _unnamed_file(), _unnamed_file() if output is None else None
         try:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
-                stdout=self._output_file,
+                stdout=output if self._output_file is None else self._output_file,
                 stderr=subprocess.STDOUT,
                 env={
                     **environment,
@@ -81,7 +84,8 @@ class WorkerProcess:
             )
         except BaseException:
             os.close(self._answer_file)
-            os.close(self._output_file)
+            if self._output_file is not None:
+                os.close(self._output_file)
             raise
         self.pid = self._process.pid
 
@@ -139,7 +143,9 @@ class WorkerProcess:
             with contextlib.suppress(BrokenPipeError):  # it had not read what was sent
                 self._process.stdin.close()
         left = kill_leftovers(self.token)
-        self.answer, self.first_output = _content(self._answer_file), _content(self._output_file)
+        self.answer = _content(self._answer_file)
+        if self._output_file is not None:
+            self.first_output = _content(self._output_file)
         return left
 
     def _signal(self, number: signal.Signals) -> None:

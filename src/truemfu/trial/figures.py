@@ -1,0 +1,110 @@
+"""Statistics of a trial: gains with intervals, verdicts, and how far losses are apart.
+
+step times of a run ─► typical_step ─► Estimate ─┐
+of the unchanged runs beside it       ─► Estimates ┴► ratio_of ─► Gain ─► verdict
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from ..remedies.facts import UNCHANGED
+from ..report.compare.compare import CONFIDENCE, RUN_TO_RUN, RUN_TO_RUN_ON_CPU
+from ..report.compare.intervals import Estimate, median_of, ratio_of
+from .record import GAINS, LOSES, UNCLEAR, LossDistance, TrialRun
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gain:
+    """What a remedy gains, as a share of the unchanged step, with its confidence interval."""
+
+    step_time_s: float
+    unchanged_s: float
+    value: float
+    low: float
+    high: float
+
+    @property
+    def verdict(self) -> str:
+        """Only an interval without zero shows anything."""
+        return GAINS if self.low > 0 else LOSES if self.high < 0 else UNCLEAR
+
+
+def beside(runs: Sequence[TrialRun], measured: Sequence[TrialRun]) -> list[TrialRun]:
+    """The unchanged runs next before and next after some runs, each once, in order."""
+    unchanged = [run for run in runs if run.name == UNCHANGED and run.failure is None]
+    found: dict[int, TrialRun] = {}
+    for run in measured:
+        before = [other for other in unchanged if other.number < run.number][-1:]
+        after = [other for other in unchanged if other.number > run.number][:1]
+        found |= {other.number: other for other in (*before, *after)}
+    return [found[number] for number in sorted(found)]
+
+
+def typical_step(step_times_s: Sequence[float], data_waits_s: Sequence[float]) -> Estimate:
+    """The median of the steps without their waits for data, and the mean wait.
+
+    Workers of a loader deliver in bursts: a median alone would miss waits that most steps do not have, and a
+    mean alone would follow each hiccup of the machine.
+    """
+    if len(data_waits_s) != len(step_times_s):
+        return median_of(step_times_s, CONFIDENCE)
+    wait_s = fmean(data_waits_s)
+    computing = [
+        max(step - wait, 0.0) + wait_s for step, wait in zip(step_times_s, data_waits_s, strict=True)
+    ]
+    return median_of(computing, CONFIDENCE)
+
+
+def gain_of(unchanged: Sequence[Estimate], changed: Sequence[Estimate], *, on_cpu: bool) -> Gain:
+    """The gain of some runs over the unchanged ones beside them."""
+    run_to_run = RUN_TO_RUN_ON_CPU if on_cpu else RUN_TO_RUN
+    ratio = ratio_of(unchanged, changed, confidence=CONFIDENCE, run_to_run=run_to_run)
+    unchanged_s = _geometric_mean(unchanged)
+    return Gain(
+        step_time_s=_geometric_mean(changed),
+        unchanged_s=unchanged_s,
+        value=1 - ratio.value,
+        low=1 - ratio.high,
+        high=1 - ratio.low,
+    )
+
+
+def _geometric_mean(estimates: Sequence[Estimate]) -> float:
+    return math.exp(fmean(math.log(estimate.value) for estimate in estimates))
+
+
+def largest_difference(
+    one: Sequence[float | None], other: Sequence[float | None]
+) -> tuple[int, float] | None:
+    """How many steps have both losses, and the largest relative difference; None without any."""
+    pairs = [(a, b) for a, b in zip(one, other, strict=False) if a is not None and b is not None]
+    if not pairs:
+        return None
+    return len(pairs), max(abs(a - b) / max(abs(a), abs(b)) if a != b else 0.0 for a, b in pairs)
+
+
+def unchanged_difference(runs: Sequence[Sequence[float | None]]) -> float | None:
+    """The largest difference of the other unchanged runs from the first; None if there is none."""
+    found = [largest_difference(runs[0], other) for other in runs[1:]]
+    known = [difference for _, difference in filter(None, found)]
+    return max(known, default=None)
+
+
+def loss_distance(
+    unchanged: Sequence[Sequence[float | None]], changed: Iterable[Sequence[float | None]]
+) -> LossDistance | None:
+    """How far the losses of some runs are from those of the first unchanged one; None if they are unknown."""
+    found = [pair for run in changed if (pair := largest_difference(unchanged[0], run)) is not None]
+    if not found:
+        return None
+    largest = max(difference for _, difference in found)
+    return LossDistance(
+        steps=min(steps for steps, _ in found),
+        are_identical=largest == 0,
+        largest_difference=largest,
+        unchanged_difference=unchanged_difference(unchanged),
+    )

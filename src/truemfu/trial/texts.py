@@ -1,0 +1,156 @@
+"""A plan and a trial as text: sentences, rows of a table, JSON."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ..remedies.facts import Evidence
+from ..remedies.table import BY_NAME
+from ..text import UNKNOWN, age, counted, duration, on_one_line, printable, size
+from .plan import Plan
+from .record import (
+    FAILED,
+    GAINS,
+    LOSES,
+    NOT_APPLICABLE,
+    NOT_FROM_OUTSIDE,
+    NOT_MEASURED,
+    UNCLEAR,
+    Trial,
+    TrialCase,
+    TrialRun,
+)
+
+COLUMNS = ("remedy", "verdict", "step", "gain", "95 % interval", "peak memory", "losses")
+SIDE_EFFECTS = (
+    "The command runs many times, as it is: its downloads and files are its own. Each process ends after its "
+    "steps by os._exit: code after the training does not run.",
+    "W&B, MLflow, Comet, Neptune, ClearML and SwanLab are offline in it. A script can read TRUEMFU_TRY "
+    '("unchanged", or the name of the remedy) and TRUEMFU_TRY_FOLDER (an empty folder).',
+)
+
+
+def plan_lines(plan: Plan, first: TrialRun, evidence: Evidence, seconds: float) -> list[str]:
+    """What follows the first unchanged run."""
+    where = evidence.device_name or evidence.device or "unknown device"
+    lines = [
+        f"unchanged: {duration(evidence.step_time_s)} a step on {where}, "
+        f"{size(evidence.peak_memory_bytes)} peak memory; the process took {first.seconds:.0f} s"
+    ]
+    if plan.options:
+        remedies = _several(len(plan.options), "remedy", "remedies")
+        processes = _several(plan.process_count(), "process", "processes")
+        lines.append(
+            f"plan: {remedies} in {counted(plan.rounds, 'round')}, about {processes} and {age(seconds)}"
+        )
+        lines += [f"  {name}: {plan.reasons[name]}" for name in plan.options]
+    else:
+        lines.append("plan: no remedy applies")
+    lines += plan.notes
+    return lines
+
+
+def _several(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"
+
+
+def row_of(case: TrialCase) -> list[str]:
+    """The cells of `COLUMNS` for a case with figures, or that failed."""
+    if case.gain is None or case.gain_s is None:
+        return [case.name, case.verdict, *[UNKNOWN] * 5]
+    assert case.gain_low is not None
+    assert case.gain_high is not None
+    return [
+        case.name,
+        case.verdict,
+        duration(case.step_time_s),
+        f"{1e3 * case.gain_s:+.2f} ms ({100 * case.gain:+.1f} %)",
+        f"{100 * case.gain_low:+.1f} to {100 * case.gain_high:+.1f} %",
+        size(case.peak_memory_bytes),
+        losses_text(case),
+    ]
+
+
+def losses_text(case: TrialCase) -> str:
+    """Whether the training is still the same."""
+    losses = case.losses
+    if losses is None:
+        return "unknown"
+    if losses.are_identical:
+        return "identical"
+    apart = f"{_tiny(losses.largest_difference)} apart"
+    if losses.unchanged_difference is None:
+        return apart
+    return f"{apart} (unchanged: {_tiny(losses.unchanged_difference)})"
+
+
+def _tiny(fraction: float) -> str:
+    return f"{100 * fraction:.2g} %"
+
+
+def shown_cases(trial: Trial) -> list[TrialCase]:
+    """Those that were run: the best gain first, failures last."""
+    ran = [case for case in trial.cases if case.verdict in (GAINS, LOSES, UNCLEAR, FAILED)]
+    ran.sort(key=lambda case: (case.gain is None, -(case.gain or 0)))
+    return [*ran, *([trial.together] if trial.together else [])]
+
+
+def other_lines(trial: Trial) -> list[str]:
+    """The remedies without a measurement, with the reasons."""
+    kinds = {
+        FAILED: "failed",
+        NOT_FROM_OUTSIDE: "cannot be applied from outside",
+        NOT_MEASURED: "not measured",
+        NOT_APPLICABLE: "does not apply",
+    }
+    return [
+        f"{case.name}: {text} ({case.reason})"
+        for verdict, text in kinds.items()
+        for case in trial.cases
+        if case.verdict == verdict
+    ]
+
+
+def conclusion(trial: Trial) -> list[str]:
+    """What to write, or that nothing gained."""
+    lines = []
+    if trial.ended != "done":
+        lines.append(f"The trial was {trial.ended}: what was measured until then counts.")
+    measured = [case for case in trial.cases if case.gain is not None]
+    if not trial.recommended:
+        lines.append(
+            "No remedy was shown to gain."
+            if measured
+            else "Nothing was measured beside the unchanged command."
+        )
+        return lines
+    case = _recommended_case(trial)
+    assert case.gain is not None
+    assert case.gain_s is not None
+    names = " and ".join(trial.recommended)
+    lines.append(
+        f"Recommended: {names}: {1e3 * case.gain_s:.2f} ms of a step less ({100 * case.gain:.1f} %)."
+    )
+    lines += [f"  {line}" for line in trial.lines]
+    changing = [name for name in trial.recommended if BY_NAME[name].changes == "precision"]
+    if changing:
+        lines.append(f"{', '.join(changing)} changes the precision: compare a longer training.")
+    return lines
+
+
+def _recommended_case(trial: Trial) -> TrialCase:
+    if len(trial.recommended) > 1:
+        assert trial.together is not None
+        return trial.together
+    return next(case for case in trial.cases if case.name == trial.recommended[0])
+
+
+def json_text(trial: Trial) -> str:
+    """The same as in trial.json."""
+    return printable(msgspec.json.format(msgspec.json.encode(trial), indent=2).decode()) + "\n"
+
+
+def failure_lines(run: TrialRun) -> list[str]:
+    """Why the unchanged command could not be measured."""
+    lines = [f"the unchanged command could not be measured: {on_one_line(run.failure or 'unknown')}"]
+    return lines + [f"  {line}" for line in run.output_tail]
