@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -314,6 +315,7 @@ generator: nn.Module | None = None
 def test_models_of_one_class_are_named_after_the_variables_that_hold_them(
     script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    gc.unfreeze()  # tests freeze what they have imported (tests/conftest.py), and this module's names with it
     monkeypatch.setitem(globals(), "generator", model())
     assert generator is not None
 
