@@ -28,6 +28,7 @@ from .compare import compare
 from .completion import completion
 from .console import complain, say, silence
 from .count import count
+from .explain import explain
 from .hardware import devices, peak
 from .report import report
 from .run import run
@@ -63,6 +64,7 @@ def cli(context: click.Context) -> None:
         truemfu run train.py --epochs 3            also torchrun, accelerate, srun: truemfu run -- torchrun …
         truemfu status                             the runs in this folder, running or ended
         truemfu report DIR -o report.html          an HTML report of a run
+        truemfu explain DIR                        where a step's time goes, kernel by kernel; also of a trace
     \b
     The FLOPs of one training step, exact, without a GPU and without weights:
         truemfu count 1b --batch 4 --seq 512
@@ -97,6 +99,7 @@ for _command in (
     run,
     status,
     report,
+    explain,
     compare,
     count,
     devices,

@@ -29,6 +29,7 @@ NO_COSTS = {
     "observed": 0,
     "observed_steps": [],
     "profiling_s": 0.0,
+    "census_s": 0.0,
 }
 """What a run that has not begun has cost so far."""
 

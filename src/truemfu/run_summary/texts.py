@@ -447,6 +447,7 @@ def _cost_once(cost: MonitorCost) -> str:
         (cost.checks_s, "setup and checks"),
         (cost.observing_s, f"observing {steps}"),
         (cost.profiling_s, "profiling"),
+        (cost.census_s, "recording a step for `truemfu explain`"),
     )
     return ", ".join(f"{what} {duration(seconds)}" for seconds, what in parts if seconds) or "nothing"
 
