@@ -483,6 +483,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     peak_source: str | None = None
     monitor_cost: MonitorCost | None = None
     hardware: RunHardware | None = None
+    without_tensor: dict[str, float] = {}
+    """Kinds of kernels without matrix work, as shares of their time together, by the census of one step."""
     notes: list[str] = []
     lost: list[str] = []
     warnings: list[str] = []

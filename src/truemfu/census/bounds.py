@@ -10,13 +10,16 @@ of their time where it is not. A remedy without evidence has no bound.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from ..text import counted, duration
 from . import classes
-from .census import FP32_OR_TF32, Item, StepItems
-from .record import Bound
-from .trace import HOST
+from .items import FP32_OR_TF32, Device, Item
+from .record import Bound, Gaps
+from .timeline import Timeline
+from .trace import HOST, StepTrace
 
 _NS = 1e-9
 _LAYOUT = re.compile(r"nchwToNhwc|nhwcToNchw|nchw2nhwc|nhwc2nchw", re.IGNORECASE)
@@ -25,12 +28,25 @@ _FUSED_OPTIMIZER = re.compile(r"_fused_|Fused|fused_adam|fused_sgd", re.IGNORECA
 _SCORES = frozenset(
     ("aten::_softmax", "aten::_safe_softmax", "aten::softmax", "aten::_softmax_backward_data")
 )
-_GRAPH = "GraphLaunch"
 _WHOLE_TILE = 64
 """A vocabulary that is a multiple of this fills whole tiles of every kernel."""
 _SMALLEST_VOCABULARY = 1024
 _ADAMW_ACCESSES = 7
 """AdamW reads weight, gradient and two moments, and writes weight and moments."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepItems:
+    """Everything that bounds are computed from."""
+
+    items: Sequence[Item]
+    step: StepTrace
+    line: Timeline
+    device: Device
+    gaps: Gaps
+    ordinary_step_s: float | None
+    padding_lost: float | None
+
 
 Finding = tuple[float | None, str]
 """Seconds, and the evidence in a sentence; None: not applicable, or unknown, with the reason."""
@@ -145,10 +161,16 @@ def _compile(known: StepItems) -> Finding:
     )
 
 
+def _runs_graphs(known: StepItems) -> bool:
+    """Whether one launch started several kernels."""
+    launches = Counter(item.kernel.correlation for item in known.items)
+    return any(kernels > 1 for launch, kernels in launches.items() if launch is not None)
+
+
 def _cuda_graphs(known: StepItems) -> Finding:
     if known.step.device == HOST:
         return None, "it needs a GPU"
-    if any(_GRAPH in one.name for one in known.step.ranges):
+    if _runs_graphs(known):
         return None, "CUDA graphs run already"
     gaps, where = _gaps(known)
     return gaps, f"the GPU runs no kernel for {duration(gaps)} {where}"

@@ -5,9 +5,13 @@ All times are in seconds of the step that was recorded. Unknown values are None;
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 
-from ..records import VersionedRecord
+from ..errors import RecordError
+from ..records import VersionedRecord, read_record
+from .classes import GAPS, MATRIX_WORK
 
 CENSUS_FILE = "census.json"
 TRACE_FILE = "census_trace.json.gz"
@@ -111,3 +115,17 @@ class Census(VersionedRecord, frozen=True, kw_only=True):
     bounds: list[Bound]
     lanes: list[Lane]
     notes: list[str]
+
+    def without_tensor(self) -> dict[str, float]:
+        """The classes without matrix work by name, as shares of their time together, without gaps."""
+        others = [one for one in self.classes if one.key not in (*MATRIX_WORK, GAPS) and one.seconds > 0]
+        total = sum(one.seconds for one in others)
+        return {one.name: one.seconds / total for one in others}
+
+
+def stored_census(folder: Path) -> Census | None:
+    """The census that the run in a folder wrote; None without a readable one."""
+    try:
+        return read_record(folder / CENSUS_FILE, Census)
+    except RecordError:
+        return None

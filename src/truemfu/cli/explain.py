@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,15 +21,20 @@ from .console import (
     print_json,
     say,
     table,
+    writing,
 )
+from .run import default_folder, is_there
 
 if TYPE_CHECKING:
     from ..census.record import Census
 
+_LINE_EVERY_S = 10.0
+_STEPS = 12
+"""About so many are needed before one is recorded."""
+
 
 @click.command(
     short_help="Where a step's time goes, kernel by kernel, and what each remedy could gain at most.",
-    context_settings={"allow_interspersed_args": False},
 )
 @json_option
 @click.option(
@@ -68,15 +76,27 @@ def explain(
     Bounds say "at most"; `truemfu try` measures what a remedy gains. Exit codes: 0 done, 1 the command ended
     before a step was recorded, 2 wrong usage.
     """
-    from ..report.explain.load import load_census
+    from ..report.census_source import load_census, trace_at
 
     check_suffix(page, (".html",))
     path = Path(source[0])
-    if len(source) > 1 or not path.exists():
-        raise UsageError(
-            f"{source[0]}: no such folder or trace; for a command write truemfu explain -- COMMAND"
-        )
+    if len(source) > 1 or not path.exists() or path.suffix == ".py":
+        found = _recorded(source)
+        if found is None:
+            return 1
+        path = found
     census = load_census(path, device)
+    if page is not None:
+        from ..report.explain.page import write_explain_page
+
+        with writing(page):
+            say(f"report: {write_explain_page(page, census)}", err=True)
+    if traced is not None:
+        from ..census.annotated import write_annotated
+
+        with writing(traced):
+            write_annotated(trace_at(path), traced, device)
+        say(f"trace: {traced}", err=True)
     if as_json:
         print_json(msgspec.to_builtins(census))
     else:
@@ -84,9 +104,61 @@ def explain(
     return None
 
 
+def _recorded(command: tuple[str, ...]) -> Path | None:
+    """Run a command until a step is recorded; the folder with its trace, or None if it ended without one."""
+    from ..integrations.run_settings import FIRST_PROCESS, RunSettings, python_command
+    from ..integrations.until_census import run_until_census
+
+    call = python_command(command, sys.executable)
+    if not is_there(command[0], call):
+        raise UsageError(f"{command[0]} is neither a folder, nor a trace, nor a command that is found here")
+    folder = default_folder(command)
+    say(
+        f"plan: run the command until one step is recorded (after some ten steps), let it go on for "
+        f"a few seconds to time ordinary steps, and end it. It runs as it is: what it writes, it writes. "
+        f"Folder: {folder}",
+        err=True,
+    )
+    settings = RunSettings(output=str(folder.absolute()), census=True, began_s=time.time())
+    environment = settings.environment(os.environ)
+    del environment[FIRST_PROCESS]  # the command is not this process
+    progress = _Progress()
+    run = run_until_census(call, environment, folder, on_wait=progress.update)
+    if run.folder is None:
+        say(
+            f"error: the command ended with code {run.code} before a step was recorded: it has to make "
+            f"at least {_STEPS} optimizer steps of a torch.optim optimizer",
+            err=True,
+        )
+    return run.folder
+
+
+class _Progress:
+    """A line on stderr every few seconds."""
+
+    def __init__(self) -> None:
+        self._began_s = self._shown_s = time.monotonic()
+        self._was_recorded = False
+
+    def update(self, is_recorded: bool) -> None:
+        now_s = time.monotonic()
+        if now_s - self._shown_s < _LINE_EVERY_S and is_recorded == self._was_recorded:
+            return
+        self._shown_s, self._was_recorded = now_s, is_recorded
+        what = "a step is recorded, timing ordinary steps" if is_recorded else "waiting for a step to record"
+        say(f"explain: {what}, {now_s - self._began_s:.0f} s", err=True)
+
+
 def _show(census: Census) -> None:
     """The census as text."""
-    from ..report.explain.texts import classes_table, costs_table, figures, not_applicable, remedies_table
+    from ..report.explain.texts import (
+        classes_table,
+        costs_table,
+        figures,
+        not_applicable,
+        notes,
+        remedies_table,
+    )
 
     console = output()
     for figure in figures(census):
@@ -109,5 +181,5 @@ def _show(census: Census) -> None:
     say("No bound for")
     for remedy, reason in not_applicable(census):
         say(f"  {remedy:36} {reason}")
-    for note in census.notes:
+    for note in notes(census):
         say(f"note: {note}")

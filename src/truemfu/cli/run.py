@@ -103,14 +103,14 @@ def run(
     if not command:
         raise UsageError("give the command to run: truemfu run -- python train.py")
     call = python_command(command, sys.executable)
-    if not _is_there(command[0], call):
+    if not is_there(command[0], call):
         is_script = call[0] != command[0]
         why = "no such file" if is_script else "command not found, or not executable"
         say(f"error: {command[0]}: {why}", err=True)
         raise click.exceptions.Exit(_NOT_FOUND)
     if not is_disabled():
         load_config(config)
-        folder = output or _default_folder(command)
+        folder = output or default_folder(command)
         if taken := next((p for p in (folder, *folder.absolute().parents) if p.is_file()), None):
             raise UsageError(f"{taken} is not a folder: give --output another name")
         if holds_run(folder):
@@ -143,7 +143,7 @@ def run(
         raise click.exceptions.Exit(_CANNOT_RUN) from None
 
 
-def _is_there(name: str, call: list[str]) -> bool:
+def is_there(name: str, call: list[str]) -> bool:
     """Whether the command exists; a UsageError for a file that is neither Python nor executable."""
     if call[0] != name:  # of Python: a script, or -m and a module
         return name == "-m" or Path(name).is_file()
@@ -157,7 +157,7 @@ def _is_there(name: str, call: list[str]) -> bool:
     return False
 
 
-def _default_folder(command: tuple[str, ...]) -> Path:
+def default_folder(command: tuple[str, ...]) -> Path:
     name = next((Path(word).stem for word in command if word.endswith(".py")), None)
     if name is None:
         name = command[command.index("-m") + 1] if "-m" in command[:-1] else Path(command[0]).stem

@@ -205,8 +205,10 @@ class LiveRun:
         return self._rank.is_first
 
     def stop_observing(self) -> None:
-        """No step is observed from now on, nor the rest of this one."""
+        """No step is observed or recorded from now on, nor the rest of this one."""
         self.steps.watch.close()
+        if self._census is not None:
+            self._census.interrupt()
 
     def save(self, timeout_s: float) -> None:
         """Write every step so far, and wait for that."""
@@ -273,6 +275,7 @@ class LiveRun:
     def summary(self) -> dict[str, Any]:
         """The run so far as plain data."""
         steps, rows, known, hardware = self.steps, self._rows, self._flops.known, self._hardware
+        census = None if self._census is None else self._census.census
         return summary_of(
             self.info(),
             rows.totals.as_dict(self._clock.left_out_since_last_step()),
@@ -289,6 +292,7 @@ class LiveRun:
             },
             job=self._rank.figures(),
             hardware=None if hardware is None else hardware.as_dict(),
+            without_tensor=census.without_tensor() if census is not None else {},
             notes=[
                 *known.notes,
                 *self._no_waterfall,

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..flops import HostCopy
+from ..torch_private.dispatch import hidden_from_modes
 from ..torch_private.watching import backward_number, miss_compiled_calls
 from .hybrid.audit_step import AuditStep
 from .hybrid.census_step import CensusStep
@@ -168,6 +169,8 @@ class StepRecorder:
 
     def pass_begins(self, name: str | None, *, is_training: bool) -> bool:
         """A forward pass of a watched module begins; whether its end is to be told."""
+        if not is_training and self._census is not None:
+            self._census.interrupt()
         observer = self.watch.observer
         if observer is None:
             return False
@@ -279,7 +282,8 @@ class StepRecorder:
             return
         if census.wants(self.logged, was_quiet=self._was_quiet):
             mark = self._clock.moment()
-            census.between_steps(self.logged)
+            with hidden_from_modes():
+                census.between_steps(self.logged)
             self._clock.pause(mark, "other")
 
     def check_models(self, *, now: bool = False) -> None:

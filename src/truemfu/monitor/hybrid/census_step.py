@@ -139,9 +139,9 @@ class CensusStep:
 
     def interrupt(self) -> None:
         """Code outside of the step runs now: discard what was recorded, and record another step later."""
-        recording, self._recording = self._recording, None
         self._quiet = 0
-        if recording is not None:
+        if (recording := self._recording) is not None:
+            self._recording = None
             with suppress(Exception):
                 recording.stop()
             self._try_again()
@@ -175,10 +175,8 @@ class CensusStep:
 
     def finish(self, ordinary_step_s: float | None, padding_lost: float | None) -> None:
         """The run has ended: stop, read the trace, and write the census beside it."""
-        if self._recording is not None:
-            with suppress(Exception):
-                self._recording.stop()
-            self._recording, self._phase = None, _Phase.DONE
+        self.interrupt()
+        self._phase = _Phase.DONE
         if self._writer is None:
             return
         self._writer.join(_JOIN_S)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from ...census.classes import CLASSES, GAPS
-from ...census.record import Bound, Census, ClassTime, KernelRow
+from ...census.record import Bound, Census, ClassTime
 from ...run_summary.texts import Figure
 from ...text import UNKNOWN, duration, flop_rate, share
 from ..drawing.tables import Table, digits, measures, table_of, words
@@ -105,14 +105,16 @@ def costs_table(census: Census, most: int | None = _MOST_SHOWN) -> Table:
             words("module", lambda row: row.module or UNKNOWN),
             digits("launches", lambda row: f"{row.launches:,}"),
             measures("time", duration, lambda row: row.seconds, unit="s"),
-            words("limit", _limit),
+            words("limit", lambda row: row.limit or "unknown"),
             measures("least time", duration, lambda row: row.limit_s, unit="s"),
         ],
     )
 
 
-def _limit(row: KernelRow) -> str:
-    return row.limit or f"unknown: {row.unknown}"
+def notes(census: Census) -> list[str]:
+    """What to know about the census; why limits are unknown, each reason once."""
+    reasons = dict.fromkeys(row.unknown for row in census.kernels if row.unknown)
+    return [*(f"limits are unknown where {reason}" for reason in reasons), *census.notes]
 
 
 def remedies(census: Census) -> list[Bound]:
@@ -147,13 +149,3 @@ def not_applicable(census: Census) -> Iterator[tuple[str, str]]:
     for bound in census.bounds:
         if not bound.applies:
             yield REMEDIES[bound.remedy], bound.evidence
-
-
-def without_tensor(classes: Sequence[ClassTime]) -> dict[str, float]:
-    """The classes without matrix work by name, as shares of their time together."""
-    others = [one for one in classes if one.key not in _TENSOR and one.seconds > 0]
-    total = sum(one.seconds for one in others)
-    return {one.name: one.seconds / total for one in others} if total else {}
-
-
-_TENSOR = ("products", "convolutions", "attention", GAPS)

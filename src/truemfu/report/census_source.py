@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ...census.record import CENSUS_FILE, TRACE_FILE, Census
-from ...errors import RecordError, UsageError
-from ...records import RUN_FILE, RunRecord, read_record
+from ..census.record import CENSUS_FILE, TRACE_FILE, Census
+from ..errors import UsageError
+from ..records import read_record
+from .run.load import LoadedRun, holds_run, load_run
+from .run.log_summary import results_of
 
 
 def load_census(path: Path, device: str | None = None) -> Census:
@@ -27,18 +29,18 @@ def load_census(path: Path, device: str | None = None) -> Census:
     )
 
 
-def census_of_run(folder: Path) -> Census | None:
-    """The census that the run in a folder wrote; None without a readable one."""
-    try:
-        return read_record(folder / CENSUS_FILE, Census)
-    except RecordError:
-        return None
+def trace_at(path: Path) -> Path:
+    """The trace that a path leads to."""
+    trace = path / TRACE_FILE if path.is_dir() else path
+    if not trace.is_file():
+        raise UsageError(f"{path} has no trace: expected {TRACE_FILE} in it")
+    return trace
 
 
-def _of_trace(trace: Path, device: str | None, run: RunRecord | None = None) -> Census:
-    from ...census.census import census_of
+def _of_trace(trace: Path, device: str | None, run: LoadedRun | None = None) -> Census:
+    from ..census.census import census_of
 
-    summary = None if run is None else run.summary
+    summary = None if run is None else results_of(run).summary
     return census_of(
         trace,
         device_name=device,
@@ -47,8 +49,6 @@ def _of_trace(trace: Path, device: str | None, run: RunRecord | None = None) -> 
     )
 
 
-def _run_of(folder: Path) -> RunRecord | None:
-    try:
-        return read_record(folder / RUN_FILE, RunRecord)
-    except RecordError:
-        return None
+def _run_of(folder: Path) -> LoadedRun | None:
+    """The run in a folder, which may have been ended before it wrote its summary."""
+    return load_run(folder) if holds_run(folder) else None
