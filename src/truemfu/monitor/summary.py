@@ -11,8 +11,14 @@ import msgspec
 
 from ..errors import one_line
 from ..records import UPPER_BOUND, RankSummary, RunHardware, RunRecord, RunSummary, WaterfallPart
-from ..run_summary.texts import NO_RATE, RunResults, facts, figures, waterfall_basis,
-    without_tensor_work
+from ..run_summary.texts import (
+    NO_RATE,
+    RunResults,
+    facts,
+    figures,
+    waterfall_basis,
+    without_tensor_work,
+)
 from ..text import counted, duration, printable, share, size
 from ..waterfall import between_steps_notes
 from .config import MonitorConfig
