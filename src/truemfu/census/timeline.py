@@ -7,7 +7,7 @@ kernels, memory copies, communication: in this order, and of each by their start
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -107,9 +107,9 @@ def _gaps(step: StepTrace, taken: Sequence[Interval]) -> list[Gap]:
 def lanes(step: StepTrace, kinds: Mapping[int, str]) -> list[Lane]:
     """The picture of a step: a lane for each stream, the busiest first."""
     length = max(1, step.end - step.start)
-    buckets: dict[str, list[Counter[str]]] = {}
+    buckets: defaultdict[str, defaultdict[int, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
     for kernel in step.kernels:
-        own = buckets.setdefault(str(kernel.stream), [Counter() for _ in range(_PICTURE)])
+        own = buckets[str(kernel.stream)]
         first = (kernel.start - step.start) * _PICTURE // length
         last = min(_PICTURE - 1, max(first, (kernel.end - step.start - 1) * _PICTURE // length))
         for place in range(first, last + 1):
@@ -120,7 +120,7 @@ def lanes(step: StepTrace, kinds: Mapping[int, str]) -> list[Lane]:
     drawn = []
     for stream, places in buckets.items():
         segments: list[tuple[int, int, str]] = []
-        for place, kinds_here in enumerate(places):
+        for place, kinds_here in sorted(places.items()):
             if kinds_here.total() < half:
                 continue
             kind = max(kinds_here, key=lambda one: kinds_here[one])

@@ -97,6 +97,8 @@ class _Traced(Recording):
         return super()._operator(event, context)
 
     def _product(self, event: Any, context: EventContext) -> int:
+        if not event.extra_fields.inputs:  # recorded without shapes
+            return self._visit_children(event, context) or self._add_uncounted(event.name)
         before = len(self.entries)
         result = super()._product(event, context)
         for entry in self.entries[before:]:
