@@ -224,9 +224,7 @@ def without_tensor_work(summary: RunSummary) -> str | None:
         for name, of in summary.without_tensor.items()
         if of >= _SMALLEST_KIND
     ]
-    whole = (
-        "of the time without matrix work" if points is None else f"of {100 * points:.1f} points of the peak"
-    )
+    whole = "the time without matrix work" if points is None else f"{100 * points:.1f} points of the peak"
     return f"{', '.join(found)} (of {whole}; kernels of one recorded step)"
 
 
