@@ -135,6 +135,8 @@ def test_a_moment_with_two_kernels_belongs_to_one_and_communication_comes_last(t
         ("triton_red_fused_sum_2", [], "reductions"),
         ("triton_per_fused__softmax_1", [], "normalisation"),
         ("triton_per_fused_native_layer_norm_7", ["triton_per_fused_native_layer_norm_7"], "normalisation"),
+        ("triton_poi_fused__to_copy_add_bmm_cat_cos_mul_4", [], "elementwise"),
+        ("triton_poi_fused_convolution_relu_1", [], "elementwise"),
         ("triton_tem_fused_mm_4", [], "products"),
         ("triton_tem_fused_flex_attention_1", [], "attention"),
         ("nvjet_tst_64x32", [], "products"),

@@ -16,18 +16,19 @@ from dataclasses import dataclass
 
 from ..text import counted, duration
 from . import classes
-from .items import FP32_OR_TF32, Device, Item
+from .items import FP32_OR_TF32, LAYOUT, Device, Item
 from .record import Bound, Gaps
 from .timeline import Timeline
 from .trace import HOST, StepTrace
 
 _NS = 1e-9
-_LAYOUT = re.compile(r"nchwToNhwc|nhwcToNchw|nchw2nhwc|nhwc2nchw", re.IGNORECASE)
 _COMPILED = re.compile(r"^triton_|CompiledFunction|^Torch-Compiled|^## Call CompiledFx")
 _FUSED_OPTIMIZER = re.compile(r"_fused_|Fused|fused_adam|fused_sgd", re.IGNORECASE)
 _SCORES = frozenset(
     ("aten::_softmax", "aten::_safe_softmax", "aten::softmax", "aten::_softmax_backward_data")
 )
+_NOTHING = 1e-3
+"""A smaller share of the step is no reason to change anything."""
 _WHOLE_TILE = 64
 """A vocabulary that is a multiple of this fills whole tiles of every kernel."""
 _SMALLEST_VOCABULARY = 1024
@@ -47,6 +48,11 @@ class StepItems:
     ordinary_step_s: float | None
     padding_lost: float | None
 
+    @property
+    def whole_s(self) -> float:
+        """The step that gains are of."""
+        return self.ordinary_step_s or (self.step.end - self.step.start) * _NS
+
 
 Finding = tuple[float | None, str]
 """Seconds, and the evidence in a sentence; None: not applicable, or unknown, with the reason."""
@@ -57,11 +63,12 @@ def bounds_of(known: StepItems) -> list[Bound]:
     found = []
     for remedy, bound in _REMEDIES.items():
         seconds, evidence = bound(known)
+        seconds = None if seconds is None else min(seconds, known.whole_s)
         found.append(
             Bound(
                 remedy=remedy,
                 at_most_s=None if seconds is None else max(0.0, seconds),
-                applies=seconds is not None and seconds > 0,
+                applies=seconds is not None and seconds > _NOTHING * known.whole_s,
                 evidence=evidence,
             )
         )
@@ -193,20 +200,19 @@ def _tf32(known: StepItems) -> Finding:
 
 def _autocast(known: StepItems) -> Finding:
     products = _fp32_products(known, ("fp32", "tf32", FP32_OR_TF32))
-    if not products:
-        return None, "no product runs in fp32 or TF32"
+    flops = sum(item.work.flops for item in products if item.work is not None)
+    if 2 * flops <= sum(item.work.flops for item in known.items if item.work is not None):
+        return None, "most FLOPs do not run in fp32 or TF32"
     if known.device.spec is None or known.device.spec.peak("bf16") is None:
         return None, f"no bf16 rate is known for {known.device.name or 'this device'}"
-    in_fp32 = [
+    others = [
         item
         for item in known.items
         if item.dtype == "fp32" and item.work is None and item.kind not in (classes.OPTIMIZER, classes.MEMORY)
     ]
-    seconds = _above_least(products, known, "bf16") + _time(in_fp32)
-    return (
-        seconds,
+    return _above_least(products, known, "bf16") + _time(others), (
         f"products in fp32 or TF32 take {duration(_time(products))}, other kernels in fp32 "
-        f"{duration(_time(in_fp32))}",
+        f"{duration(_time(others))}"
     )
 
 
@@ -255,7 +261,7 @@ def _convolutions(known: StepItems) -> list[Item]:
 
 
 def _channels_last(known: StepItems) -> Finding:
-    layout = [item for item in known.items if _LAYOUT.search(item.kernel.name)]
+    layout = [item for item in known.items if LAYOUT.search(item.kernel.name)]
     if not _convolutions(known):
         return None, "no convolution runs"
     if not layout:
@@ -343,8 +349,7 @@ def _pad_vocabulary(known: StepItems) -> Finding:
 def _packing(known: StepItems) -> Finding:
     if known.padding_lost is None:
         return None, "how many tokens are padding is not known from a trace"
-    length_s = known.ordinary_step_s or (known.step.end - known.step.start) * _NS
-    return known.padding_lost * length_s, f"{100 * known.padding_lost:.1f} % of the tokens are padding"
+    return known.padding_lost * known.whole_s, f"{100 * known.padding_lost:.1f} % of the tokens are padding"
 
 
 _REMEDIES: dict[str, Callable[[StepItems], Finding]] = {

@@ -51,7 +51,7 @@ def census_of(
         ordinary_step_s=ordinary_step_s,
         padding_lost=padding_lost,
     )
-    rows = _rows(items, device)
+    rows = _rows(items, device, _slowed(gaps))
     return Census(
         truemfu_version=__version__,
         source=path.name,
@@ -117,7 +117,14 @@ def _classes(items: Sequence[Item], length_s: float, line: Timeline) -> list[Cla
     return found
 
 
-def _rows(items: Sequence[Item], device: Device) -> list[KernelRow]:
+def _slowed(gaps: Gaps) -> float:
+    """How much of the recorded gaps ordinary steps have: recording slows the host."""
+    recorded_s = gaps.host_s + gaps.data_wait_s + gaps.device_s
+    ordinary_s = gaps.in_ordinary_steps_s
+    return 1.0 if ordinary_s is None or not recorded_s else min(1.0, ordinary_s / recorded_s)
+
+
+def _rows(items: Sequence[Item], device: Device, slowed: float) -> list[KernelRow]:
     of: defaultdict[tuple[str, str | None, str, str | None, str | None], list[Item]] = defaultdict(list)
     for item in items:
         operator = None if item.operator is None else item.operator.name
@@ -129,7 +136,7 @@ def _rows(items: Sequence[Item], device: Device) -> list[KernelRow]:
         moved = [item.bytes for item in group if item.bytes is not None]
         waited_s = sum(item.waited_ns for item in group) * _NS
         running_s = sum(item.running_ns for item in group) * _NS
-        limit, limit_s, unknown = _limit(group, device, running_s, waited_s)
+        limit, limit_s, unknown = _limit(group, device, running_s, slowed * waited_s)
         found.append(
             KernelRow(
                 kind=kind,

@@ -93,11 +93,17 @@ _OPERATORS = (
 )
 
 _KERNELS = (
+    # of the compiler, which names kernels after all operators that it fused
+    (ATTENTION, r"^triton_tem_.*attention"),
+    (PRODUCTS, r"^triton_(tem|mm)_"),
+    (NORMALISATION, r"^triton_(red|per)_.*(norm|softmax)"),
+    (REDUCTIONS, r"^triton_(red|per)_"),
+    (ELEMENTWISE, r"^triton_(poi|for)"),
     (COMMUNICATION, r"nccl|rccl|nvshmem|one_shot_all_reduce|two_shot_all_reduce"),
     (MEMORY, r"^Memcpy|^Memset"),
     (ATTENTION, r"flash|fmha|flex_attention|attention|mha_"),
     (CONVOLUTIONS, r"conv|wgrad|dgrad|fprop|implicit_gemm|winograd|nchwToNhwc|nhwcToNchw|nchwTo|nhwcTo"),
-    (PRODUCTS, r"gemm|nvjet|cublas|xmma|cutlass|gemv|splitK|^triton_tem_|^triton_mm|Cijk_|_mm_"),
+    (PRODUCTS, r"gemm|nvjet|cublas|xmma|cutlass|gemv|splitK|Cijk_|_mm_"),
     (OPTIMIZER, r"multi_tensor_apply|[aA]dam|FusedSgd|FusedOptim|lamb"),
     (
         NORMALISATION,
@@ -105,11 +111,11 @@ _KERNELS = (
         r"|cross_entropy",
     ),
     (EMBEDDING, r"embedding|indexing_backward"),
-    (REDUCTIONS, r"^triton_(red|per)_|reduce|Reduce|cunn_|nll_loss|argmax|RadixSort|Scan|pool"),
+    (REDUCTIONS, r"reduce|Reduce|cunn_|nll_loss|argmax|RadixSort|Scan|pool"),
     (COPIES, r"copy|CatArray|transpose|Fill|fill|index|gather|scatter|cast|convert|arange|triu|tril"),
     (
         ELEMENTWISE,
-        r"^triton_poi_|^triton_for|elementwise|dropout|vectorized|pointwise|distribution|glu|rope|rotary",
+        r"elementwise|dropout|vectorized|pointwise|distribution|glu|rope|rotary",
     ),
 )
 

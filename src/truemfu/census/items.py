@@ -2,8 +2,9 @@
 
     StepTrace ─► Item: a kernel ─► timeline: the time that belongs to it, and the gap before it
 
-FLOPs and bytes of an operator belong to its longest kernel. FLOPs are by our formulas; bytes are those of the
-operator's tensors, each read or written once, so what follows from them is a least time.
+FLOPs are by our formulas; those of an operator with several kernels are divided by their time. Bytes are those
+of the operator's tensors, each read or written once, and belong to its longest kernel. What follows from both
+is a least time.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ _DTYPES = {
     "c10::Float8_e4m3fn": "fp8",
     "c10::Float8_e5m2": "fp8",
 }
+LAYOUT = re.compile(r"nchwToNhwc|nhwcToNchw|nchw2nhwc|nhwc2nchw", re.IGNORECASE)
+"""Kernels that only change the layout of a convolution's tensors."""
 _TF32 = re.compile(r"tf32|s1688|s16816.*f32_tf32")
 _PLAIN_FP32 = re.compile(r"sgemm|simt|ffma|f32f32_f32f32|gemmSN|gemv|splitKreduce")
 
@@ -139,8 +142,8 @@ def _items(step: StepTrace) -> tuple[list[Item], list[str]]:
         item = Item(kernel, kind, operator, module, _dtype_of(operator))
         item.recomputed = any(id(r) in work.recomputed for r in around)
         items.append(item)
-        if kernel.bytes is not None:
-            item.bytes = kernel.bytes
+        if kernel.bytes is not None:  # of a copy within the device both read and written
+            item.bytes = kernel.bytes * (2 if "DtoD" in kernel.name else 1)
         elif operator is not None:
             of_call[id(operator)].append(item)
         if kernel.kind == HOST:  # it stands for all that the operator called
@@ -153,13 +156,24 @@ def _items(step: StepTrace) -> tuple[list[Item], list[str]]:
         assert operator is not None
         max(group, key=lambda item: item.running_ns).bytes = bytes_moved(operator)
     for number, group in of_product.items():
-        longest = max(group, key=lambda item: item.running_ns)
-        longest.work = work.products[number]
-        longest.dtype = _product_dtype(longest.work.dtype, longest.kernel)
+        _share(work.products[number], group)
     notes = [f"FLOPs of {name} are unknown ({calls:,} calls)" for name, calls in work.uncounted.items()]
     if not any("Input Dims" in one.args for one in step.ranges):
         notes.append("recorded without shapes: FLOPs and bytes are unknown (record_shapes=True records them)")
     return items, notes
+
+
+def _share(work: OperatorWork, group: Sequence[Item]) -> None:
+    """Divide the FLOPs of an operator among its kernels by their time; those that change a layout have none."""
+    multiply = [item for item in group if not LAYOUT.search(item.kernel.name)] or group
+    time_ns = sum(item.running_ns for item in multiply) or 1
+    left = work.flops
+    for item in sorted(multiply, key=lambda item: item.running_ns):
+        flops = work.flops * item.running_ns // time_ns
+        item.work, left = work._replace(flops=flops), left - flops
+        item.dtype = _product_dtype(work.dtype, item.kernel)
+    if item.work is not None:  # the longest has what rounding left
+        item.work = item.work._replace(flops=item.work.flops + left)
 
 
 def _modules(ranges: Sequence[Range]) -> Mapping[int, str]:

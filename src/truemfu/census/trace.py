@@ -277,8 +277,7 @@ class _Reading:
                 start, kernel.launched, thread = launch
                 kernel.within = _innermost(threads.get(thread, ()), start)
             by_id = None if kernel.external is None else by_external.get(kernel.external)
-            if by_id is not None and (kernel.within is None or kernel.within.kind != "cpu_op"):
-                kernel.within = by_id
+            kernel.within = by_id or kernel.within
             found.append(kernel)
         return found
 

@@ -137,9 +137,13 @@ def bytes_moved(one: TracedRange) -> int | None:
 def _bytes_of(name: str, dims: str, types: str, concrete: str) -> int | None:
     inputs = _inputs(ast.literal_eval(dims), ast.literal_eval(types), ast.literal_eval(concrete))
     try:
-        call = RecordedCall(name, inputs, lambda: ())
-    except Exception:  # an operator that this torch does not know
+        return _moved(name, inputs)
+    except Exception:  # an operator that this torch does not know, or that needs values
         return None
+
+
+def _moved(name: str, inputs: list[Any]) -> int | None:
+    call = RecordedCall(name, inputs, lambda: ())
     schema = call.schema
     if schema is None:
         return None
@@ -150,10 +154,7 @@ def _bytes_of(name: str, dims: str, types: str, concrete: str) -> int | None:
         read += 0 if argument.is_out or (is_written and name in _WRITE_ONLY) else size
         written += size if is_written else 0
     if not written and schema.returns:
-        try:
-            result = call.result()
-        except Exception:  # it needs values
-            return None
+        result = call.result()
         for out in result if isinstance(result, (list, tuple)) else [result]:
             written += out.numel() * out.element_size() if isinstance(out, torch.Tensor) else 0
     return read + written

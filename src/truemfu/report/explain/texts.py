@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...census.classes import CLASSES, GAPS
-from ...census.record import Bound, Census, ClassTime
+from ...census.record import Bound, Census, ClassTime, KernelRow
 from ...run_summary.texts import Figure
 from ...text import UNKNOWN, duration, flop_rate, share
 from ..drawing.tables import Table, digits, measures, table_of, words
@@ -36,6 +36,8 @@ def figures(census: Census) -> list[Figure]:
     """What the census is of."""
     gaps, ordinary = census.gaps, census.ordinary_step_s
     step = census.step or "the whole trace, which is not divided into steps"
+    if census.steps_in_trace > 1:
+        step += f", the last whole one of {census.steps_in_trace}"
     found = [
         Figure(label="source", value=census.source, remark=step),
         Figure(
@@ -105,10 +107,19 @@ def costs_table(census: Census, most: int | None = _MOST_SHOWN) -> Table:
             words("module", lambda row: row.module or UNKNOWN),
             digits("launches", lambda row: f"{row.launches:,}"),
             measures("time", duration, lambda row: row.seconds, unit="s"),
-            words("limit", lambda row: row.limit or "unknown"),
+            words("limit", _limit),
             measures("least time", duration, lambda row: row.limit_s, unit="s"),
         ],
     )
+
+
+def _limit(row: KernelRow) -> str:
+    """The limit, and how much of their time the kernels need at least."""
+    if row.limit is None:
+        return "unknown"
+    if row.limit == "launch" or row.limit_s is None or not row.running_s:
+        return row.limit
+    return f"{row.limit}, {100 * row.limit_s / row.running_s:.0f} %"
 
 
 def notes(census: Census) -> list[str]:
