@@ -1,4 +1,4 @@
-"""Traces that Kineto wrote on an H200 (torch 2.11, benchmarks/gpu/explain.py): small models of several kinds."""
+"""Traces that Kineto wrote on an H200 (torch 2.11, benchmarks/gpu/explain.py), of small models."""
 
 from __future__ import annotations
 

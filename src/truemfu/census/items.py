@@ -2,9 +2,9 @@
 
     StepTrace ─► Item: a kernel ─► timeline: the time that belongs to it, and the gap before it
 
-FLOPs are by our formulas; those of an operator with several kernels are divided by their time. Bytes are those
-of the operator's tensors, each read or written once, and belong to its longest kernel. What follows from both
-is a least time.
+FLOPs are by our formulas; those of an operator with several kernels are divided by their time. Bytes are
+those of the operator's tensors, each read or written once, and belong to its longest kernel. What follows from
+both is a least time.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def _items(step: StepTrace) -> tuple[list[Item], list[str]]:
 
 
 def _share(work: OperatorWork, group: Sequence[Item]) -> None:
-    """Divide the FLOPs of an operator among its kernels by their time; those that change a layout have none."""
+    """Divide the FLOPs of an operator among its kernels by their time, without those that change a layout."""
     multiply = [item for item in group if not LAYOUT.search(item.kernel.name)] or group
     time_ns = sum(item.running_ns for item in multiply) or 1
     left = work.flops
