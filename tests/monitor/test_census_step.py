@@ -14,6 +14,8 @@ from torch.nn.modules import module as torch_modules
 from truemfu import TrainingMonitor
 from truemfu.census.record import CENSUS_FILE, TRACE_FILE, Census
 from truemfu.records import RUN_FILE, RunRecord, read_record
+from truemfu.report.run.load import load_run
+from truemfu.report.run.page import write_run_page
 
 
 def train(
@@ -61,6 +63,15 @@ def test_a_run_has_the_census_of_one_step(tmp_path: Path) -> None:
     run = read_record(tmp_path / RUN_FILE, RunRecord)
     assert run.summary is not None
     assert run.summary.without_tensor == summary["without_tensor"]
+
+
+def test_the_report_of_a_run_has_the_census(tmp_path: Path) -> None:
+    train(tmp_path, True)
+    text = write_run_page(tmp_path / "report.html", load_run(tmp_path)).read_text(encoding="utf-8")
+    section = text.partition("<h2>One step, kernel by kernel</h2>")[2].partition("<h2>")[0]
+    assert "Busy without tensor work: " in section
+    assert section.count("<svg") == 1
+    assert "aten::native_layer_norm" in section.replace("<wbr>", "")
 
 
 def test_recorded_steps_are_not_representative(tmp_path: Path) -> None:

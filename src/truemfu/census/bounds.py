@@ -261,17 +261,27 @@ def _convolutions(known: StepItems) -> list[Item]:
 
 
 def _channels_last(known: StepItems) -> Finding:
-    layout = [item for item in known.items if LAYOUT.search(item.kernel.name)]
-    if not _convolutions(known):
+    convolutions = _convolutions(known)
+    if not convolutions:
         return None, "no convolution runs"
-    if not layout:
-        return None, "no kernel changes the layout of a convolution's tensors"
-    others = [item for item in _convolutions(known) if item not in layout]
+    layout = [item for item in known.items if LAYOUT.search(item.kernel.name)]
+    first = [item for item in convolutions if _is_channels_first(item)]
+    if not layout and not first:
+        return None, "no convolution is seen to run on tensors with channels first"
     near = _of(known, classes.NORMALISATION, classes.ELEMENTWISE, classes.REDUCTIONS, classes.COPIES)
+    others = [item for item in convolutions if item not in layout]
     return _time(layout) + _above_least(others, known) + _time(near), (
-        f"kernels that only change the layout take {duration(_time(layout))}; convolutions, normalisation "
-        "and elementwise kernels may change with it"
+        f"convolutions on tensors with channels first take {duration(_time(first))}, kernels that only "
+        f"change the layout {duration(_time(layout))}; normalisation and elementwise kernels may change with it"
     )
+
+
+def _is_channels_first(item: Item) -> bool:
+    args = {} if item.operator is None else item.operator.args
+    for dims, strides in zip(args.get("Input Dims") or (), args.get("Input Strides") or (), strict=False):
+        if len(dims) >= 4 and len(strides) == len(dims) and dims[1] > 1:
+            return bool(strides[1] != 1)
+    return False
 
 
 def _cudnn_benchmark(known: StepItems) -> Finding:

@@ -282,7 +282,7 @@ class _Reading:
         return found
 
 
-_KEPT = ("Sequence number", "Input Dims", "Input type", "Concrete Inputs", "Fwd thread id")
+_KEPT = ("Sequence number", "Input Dims", "Input type", "Input Strides", "Concrete Inputs", "Fwd thread id")
 
 
 def _start(event: Mapping[str, Any]) -> int:

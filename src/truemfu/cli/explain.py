@@ -19,8 +19,8 @@ from .console import (
     json_option,
     output,
     print_json,
+    print_tables,
     say,
-    table,
     writing,
 )
 from .run import default_folder, is_there
@@ -160,24 +160,12 @@ def _show(census: Census) -> None:
         remedies_table,
     )
 
-    console = output()
     for figure in figures(census):
         remark = f" ({figure.remark})" if figure.remark else ""
         say(f"{figure.label:24} {figure.value}{remark}")
-    for shown in (classes_table(census), costs_table(census), remedies_table(census)):
-        say("")
-        if not shown.rows:
-            say(f"{shown.title}: none is supported by the evidence")
-            continue
-        drawn = table(*shown.labels, title=shown.title)
-        for column, known in zip(drawn.columns, shown.columns, strict=True):
-            column.justify = "right" if known.is_number else "left"
-        for row in shown.texts:
-            drawn.add_row(*row)
-        console.print(drawn)
-        if shown.sentence:
-            say(shown.sentence)
     say("")
+    tables = [classes_table(census), costs_table(census), remedies_table(census)]
+    print_tables(output(), [one for one in tables if one.rows])
     say("No bound for")
     for remedy, reason in not_applicable(census):
         say(f"  {remedy:36} {reason}")
