@@ -272,7 +272,7 @@ def _channels_last(known: StepItems) -> Finding:
     others = [item for item in convolutions if item not in layout]
     return _time(layout) + _above_least(others, known) + _time(near), (
         f"convolutions on tensors with channels first take {duration(_time(first))}, kernels that only "
-        f"change the layout {duration(_time(layout))}; normalisation and elementwise kernels may change with it"
+        f"change the layout {duration(_time(layout))}; normalisation and elementwise kernels may change too"
     )
 
 

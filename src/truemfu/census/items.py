@@ -3,8 +3,8 @@
     StepTrace ─► Item: a kernel ─► timeline: the time that belongs to it, and the gap before it
 
 FLOPs are by our formulas; those of an operator with several kernels are divided by their time. Bytes are
-those of the operator's tensors, each read or written once, and belong to its longest kernel. Both give a least
-time.
+those of the operator's tensors, each read or written once, and belong to its longest kernel. Both give a
+least time.
 """
 
 from __future__ import annotations

@@ -113,6 +113,7 @@ class StepRecorder:
         self._counters, self._audit, self._rank = counters, audit, rank
         self._census = census
         self._was_quiet = False
+        self._nodes: int | None = None
         self._rows, self._notices = rows, notices
         self._graphs = NewGraphs()
         self.logged = 0
@@ -169,8 +170,8 @@ class StepRecorder:
 
     def pass_begins(self, name: str | None, *, is_training: bool) -> bool:
         """A forward pass of a watched module begins; whether its end is to be told."""
-        if not is_training and self._census is not None:
-            self._census.interrupt()
+        if self._census is not None:
+            self._census.end_if_long()
         observer = self.watch.observer
         if observer is None:
             return False
@@ -235,7 +236,7 @@ class StepRecorder:
             or observed is not None
             or (self._census is not None and self._census.is_recording)
         )
-        self._was_quiet = not is_warmup
+        self._was_quiet, self._nodes = not is_warmup, ended.nodes
         if self._counters is not None:
             # Windows exclude steps that compile, are profiled or observed.
             if is_warmup:
@@ -280,11 +281,12 @@ class StepRecorder:
         census = self._census
         if census is None or self.watch.observer is not None:
             return
-        if census.wants(self.logged, was_quiet=self._was_quiet):
+        if census.wants(self.logged, self._nodes, was_quiet=self._was_quiet):
             mark = self._clock.moment()
             with hidden_from_modes():
-                census.between_steps(self.logged)
-            self._clock.pause(mark, "other")
+                took_time = census.between_steps(self.logged)
+            if took_time:
+                self._clock.pause(mark, "other")
 
     def check_models(self, *, now: bool = False) -> None:
         """Look for changes of the models; `now` at the end of the run."""

@@ -36,6 +36,10 @@ _LONGEST_STEP_S = 3.0
 """Longer steps are only recorded on request."""
 _LEADING_S = 1.0
 """Of a shorter step, the one before is recorded too."""
+_MOST_NODES = 10_000
+"""Saving takes about 0.1 ms a kernel (H200, benchmarks/gpu/explain.py), and a node has about three: steps
+with more are only recorded on request."""
+_LONGEST_S = 10.0
 _MOST_TRIES = 3
 _JOIN_S = 20.0
 _now_s = time.perf_counter
@@ -64,6 +68,7 @@ class CensusStep:
         self._quiet, self._tries, self._compilations = 0, 0, 0
         self._last_s: float | None = None
         self._step_s: float | None = None
+        self._nodes, self._began_s = 0, 0.0
         self._writer: threading.Thread | None = None
         self.cost_s = 0.0
         """Of starting, stopping and saving, outside of steps."""
@@ -81,8 +86,12 @@ class CensusStep:
             self._phase, self._tries = _Phase.WAITING, 0
         self._is_requested = True
 
-    def wants(self, logged: int, *, was_quiet: bool) -> bool:
-        """After so many steps, between two: whether there is something to do; `was_quiet` is the last one."""
+    def wants(self, logged: int, nodes: int | None, *, was_quiet: bool) -> bool:
+        """After so many steps, between two: whether there is something to do.
+
+        `nodes` and `was_quiet` are of the last step: the autograd nodes that it made, if that is known.
+        """
+        self._nodes = nodes or 0
         self._quiet = self._quiet + 1 if was_quiet else 0
         now_s, last_s = _now_s(), self._last_s
         self._last_s, self._step_s = now_s, None if last_s is None else now_s - last_s
@@ -90,11 +99,11 @@ class CensusStep:
             return self._phase is not _Phase.DONE
         if logged < _FIRST_STEP or self._quiet < _QUIET_STEPS or self._step_s is None:
             return False
-        return self._is_requested or self._step_s < _LONGEST_STEP_S
+        return self._is_requested or (self._step_s < _LONGEST_STEP_S and self._nodes < _MOST_NODES)
 
-    def between_steps(self, logged: int) -> None:
-        """Begin to record, go on to the next step, or end; where `wants` it."""
-        began_s = _now_s()
+    def between_steps(self, logged: int) -> bool:
+        """Begin to record, go on to the next step, or end; where `wants` it. Whether that took time."""
+        began_s, was_leading = _now_s(), self._phase is _Phase.LEADING
         try:
             if self._phase is _Phase.WAITING:
                 self._start(logged + 1)
@@ -106,8 +115,9 @@ class CensusStep:
                 self._stop()
         except Exception as error:
             self._fail(error)
-        self.cost_s += _now_s() - began_s
         self._last_s = _now_s()
+        self.cost_s += self._last_s - began_s
+        return not was_leading
 
     def _start(self, number: int) -> None:
         is_cuda = self._device.type == "cuda"
@@ -118,7 +128,8 @@ class CensusStep:
         recording = StepRecording(self._device, self._modules())
         recording.start(number)
         self._recording = recording
-        has_lead = self._step_s is not None and self._step_s < _LEADING_S
+        self._began_s = _now_s()
+        has_lead = (self._step_s or 0.0) < _LEADING_S and 2 * self._nodes < _MOST_NODES
         self._phase = _Phase.LEADING if has_lead else _Phase.RECORDING
 
     def _stop(self) -> None:
@@ -136,6 +147,11 @@ class CensusStep:
             target=self._write, args=(Path(path),), name="truemfu-census", daemon=True
         )
         self._writer.start()
+
+    def end_if_long(self) -> None:
+        """A forward pass begins: steps may have ended without being logged, as before a long evaluation."""
+        if self._recording is not None and _now_s() - self._began_s > _LONGEST_S + 5 * (self._step_s or 0.0):
+            self.interrupt()
 
     def interrupt(self) -> None:
         """Code outside of the step runs now: discard what was recorded, and record another step later."""
