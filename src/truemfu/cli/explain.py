@@ -21,6 +21,7 @@ from .console import (
     print_json,
     print_tables,
     say,
+    working,
     writing,
 )
 from .run import default_folder, is_there
@@ -85,7 +86,8 @@ def explain(
         if found is None:
             return 1
         path = found
-    census = load_census(path, device)
+    with working(f"reading {path}"):
+        census = load_census(path, device)
     if page is not None:
         from ..report.explain.page import write_explain_page
 
@@ -152,20 +154,26 @@ class _Progress:
 def _show(census: Census) -> None:
     """The census as text."""
     from ..report.explain.texts import (
+        NO_PREDICTION,
+        REMEDIES,
+        at_most,
         classes_table,
         costs_table,
         figures,
         not_applicable,
         notes,
-        remedies_table,
+        remedies,
     )
 
     for figure in figures(census):
         remark = f" ({figure.remark})" if figure.remark else ""
         say(f"{figure.label:24} {figure.value}{remark}")
     say("")
-    tables = [classes_table(census), costs_table(census), remedies_table(census)]
-    print_tables(output(), [one for one in tables if one.rows])
+    print_tables(output(), [classes_table(census), costs_table(census)])
+    say("What remedies could gain")
+    for bound in remedies(census):
+        say(f"  {REMEDIES[bound.remedy]:36} {at_most(bound, census)}: {bound.evidence}")
+    say(f"{NO_PREDICTION}\n")
     say("No bound for")
     for remedy, reason in not_applicable(census):
         say(f"  {remedy:36} {reason}")

@@ -11,6 +11,7 @@ from ...text import UNKNOWN, duration, flop_rate, share
 from ..drawing.tables import Table, digits, measures, table_of, words
 
 _MOST_SHOWN = 15
+NO_PREDICTION = "Bounds, not predictions: `truemfu try` measures what a remedy gains."
 REMEDIES = {
     "fused_optimizer": "fused optimizer",
     "compile": "torch.compile of the model",
@@ -108,7 +109,6 @@ def costs_table(census: Census, most: int | None = _MOST_SHOWN) -> Table:
             digits("launches", lambda row: f"{row.launches:,}"),
             measures("time", duration, lambda row: row.seconds, unit="s"),
             words("limit", _limit),
-            measures("least time", duration, lambda row: row.limit_s, unit="s"),
         ],
     )
 
@@ -151,7 +151,7 @@ def remedies_table(census: Census) -> Table:
             words("at most", lambda one: at_most(one, census)),
             words("because", lambda one: one.evidence),
         ],
-        sentence="Bounds, not predictions: `truemfu try` measures what a remedy gains.",
+        sentence=NO_PREDICTION,
     )
 
 
