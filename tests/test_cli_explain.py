@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,7 @@ import os, sys, torch
 model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.LayerNorm(16))
 optimizer = torch.optim.AdamW(model.parameters())
 open("pids", "a").write(f"{os.getpid()}\\n")
+open("offline", "w").write(os.environ.get("HF_HUB_OFFLINE", "no"))
 for step in range(int(sys.argv[1])):
     model(torch.randn(4, 16)).square().mean().backward()
     optimizer.step()
@@ -129,6 +131,7 @@ def test_a_command_runs_until_a_step_is_recorded_and_is_ended(tmp_path: Path) ->
     assert census["ordinary_step_s"] > 0
     assert "plan: run the command until one step is recorded" in done.stderr
     assert "trained" not in done.stderr
+    assert (tmp_path / "offline").read_text() == os.environ.get("HF_HUB_OFFLINE", "no")
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pids").read_text()), 0)
 
@@ -138,3 +141,22 @@ def test_a_command_that_ends_too_early_is_a_failure_with_its_reason(tmp_path: Pa
     assert done.returncode == 1
     assert "the command ended with code 0 before a step was recorded" in done.stderr
     assert "trained" in done.stderr
+
+
+def test_a_terminated_explain_ends_its_command(tmp_path: Path) -> None:
+    script = "import os, time; open('pids', 'w').write(str(os.getpid())); time.sleep(600)"
+    (tmp_path / "train.py").write_text(script)
+    call = [sys.executable, "-m", "truemfu", "explain", "--", "train.py"]
+    with subprocess.Popen(call, cwd=tmp_path, stderr=subprocess.DEVNULL) as process:
+        while not (tmp_path / "pids").is_file() or not (tmp_path / "pids").read_text():
+            time.sleep(0.1)
+        process.terminate()
+        assert process.wait(60) == 143
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pids").read_text()), 0)
+
+
+def test_where_truemfu_is_switched_off_no_command_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRUEMFU_DISABLED", "1")
+    done = CliRunner().invoke(cli, ["explain", "--", sys.executable, "-c", "1"])
+    assert "unset it" in str(done.exception)

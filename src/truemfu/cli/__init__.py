@@ -38,7 +38,7 @@ from .sweep import sweep
 from .top import top
 
 DONE, FAILED, WRONG_CALL, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
-_LEAVING_IN_ORDER = ("audit", "top")
+_LEAVING_IN_ORDER = ("audit", "explain", "top")
 
 
 class _InOrder(click.Group):
@@ -118,7 +118,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
     debug = "--debug" in own
-    if arguments[:1] not in (["audit"], ["run"]):  # they run the user's command in the user's environment
+    if arguments[:1] not in (
+        ["audit"],
+        ["explain"],
+        ["run"],
+    ):  # they run the user's command in the user's environment
         _stay_offline()
     with _quiet_libraries(debug), _terminable(arguments[:1]):
         code = _run(arguments, debug)

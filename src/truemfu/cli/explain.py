@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
+from ..environment import is_disabled
 from ..errors import UsageError
 from .console import (
     FilePath,
@@ -111,6 +112,8 @@ def _recorded(command: tuple[str, ...]) -> Path | None:
     from ..integrations.run_settings import FIRST_PROCESS, RunSettings, python_command
     from ..integrations.until_census import run_until_census
 
+    if is_disabled():
+        raise UsageError("TRUEMFU_DISABLED=1 switches truemfu off, so no step would be recorded: unset it")
     call = python_command(command, sys.executable)
     if not is_there(command[0], call):
         raise UsageError(f"{command[0]} is neither a folder, nor a trace, nor a command that is found here")
