@@ -95,6 +95,17 @@ def test_remedies_with_evidence(kind: str, applies: set[str], censuses: dict[str
     assert not found & never
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_largest_bound_is_first_and_a_larger_batch_last(kind: str, censuses: dict[str, Census]) -> None:
+    bounds = censuses[kind].bounds
+    shown = [one for one in bounds if one.applies]
+    assert bounds[: len(shown)] == shown
+    seconds = [one.at_most_s or 0.0 for one in shown if one.remedy != "larger_batch"]
+    assert seconds == sorted(seconds, reverse=True)
+    assert shown[-1].remedy == "larger_batch"
+    assert all(one.at_most_s is None for one in bounds if "no " in one.evidence[:3])
+
+
 def test_modules_of_forward_and_backward_kernels(censuses: dict[str, Census]) -> None:
     modules = {row.module for row in censuses["llama"].kernels if row.kind == "products"}
     names = [f"model.layers.*.self_attn.{name}_proj" for name in "qkvo"]

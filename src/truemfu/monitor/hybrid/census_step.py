@@ -42,6 +42,7 @@ with more are only recorded on request."""
 _LONGEST_S = 10.0
 _MOST_TRIES = 3
 _JOIN_S = 20.0
+_LONGEST_WAIT_S = 3.0
 _now_s = time.perf_counter
 
 
@@ -140,13 +141,13 @@ class CensusStep:
             self._try_again()
             return
         self._phase = _Phase.DONE
-        number, path = tempfile.mkstemp(prefix="truemfu-census-", suffix=".json")
-        os.close(number)
-        save(Path(path))
+        is_saved = threading.Event()
         self._writer = threading.Thread(
-            target=self._write, args=(Path(path),), name="truemfu-census", daemon=True
+            target=self._write, args=(save, is_saved), name="truemfu-census", daemon=True
         )
         self._writer.start()
+        # Saving holds the GIL: the next step waits for it here, where its time is known.
+        is_saved.wait(_LONGEST_WAIT_S)
 
     def end_if_long(self) -> None:
         """A forward pass begins: steps may have ended without being logged, as before a long evaluation."""
@@ -174,11 +175,16 @@ class CensusStep:
         reason = str(error) if isinstance(error, TruemfuError) else one_line(error)
         self._notice(f"no census of a step: {reason}")
 
-    def _write(self, plain: Path) -> None:
+    def _write(self, save: Callable[[Path], None], is_saved: threading.Event) -> None:
         """On its own thread: the trace, compressed, in the run's folder."""
         target = self._folder / TRACE_FILE
         temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+        plain = None
         try:
+            number, name = tempfile.mkstemp(prefix="truemfu-census-", suffix=".json")
+            os.close(number)
+            save(plain := Path(name))
+            is_saved.set()
             self._folder.mkdir(parents=True, exist_ok=True)
             with plain.open("rb") as source, gzip.open(temporary, "wb", compresslevel=4) as packed:
                 shutil.copyfileobj(source, packed, 1 << 20)
@@ -187,7 +193,9 @@ class CensusStep:
             self._notice(f"no census of a step: its trace could not be written ({one_line(error)})")
             temporary.unlink(missing_ok=True)
         finally:
-            plain.unlink(missing_ok=True)
+            is_saved.set()
+            if plain is not None:
+                plain.unlink(missing_ok=True)
 
     def finish(self, ordinary_step_s: float | None, padding_lost: float | None) -> None:
         """The run has ended: stop, read the trace, and write the census beside it."""
