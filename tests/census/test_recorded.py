@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from truemfu.census.census import census_of
 from truemfu.census.items import items_of
@@ -32,6 +33,11 @@ def bound(census: Census, remedy: str) -> Bound:
     return next(one for one in census.bounds if one.remedy == remedy)
 
 
+def knows_operators(kind: str) -> bool:
+    """Whether this torch has every operator of the trace, whose schema a formula needs."""
+    return kind != "experts" or hasattr(torch.ops.aten, "_grouped_mm")
+
+
 def test_every_recorded_trace_is_tested() -> None:
     assert {path.name.partition(".")[0] for path in TRACES.iterdir()} == KINDS.keys()
 
@@ -42,13 +48,18 @@ def test_the_step_is_whole_and_its_parts_add_up(kind: str, censuses: dict[str, C
     assert (census.step, census.steps_in_trace, census.device) == ("ProfilerStep#10", 2, "NVIDIA H200")
     assert sum(one.seconds for one in census.classes) == pytest.approx(census.step_s, rel=1e-9)
     assert sum(one.seconds for one in census.kernels) == pytest.approx(census.busy_s, rel=1e-9)
-    assert census.notes == []
+    if knows_operators(kind):
+        assert census.notes == []
+    else:
+        assert census.notes == ["FLOPs of aten::_grouped_mm are unknown (12 calls)"]
 
 
 @pytest.mark.parametrize(("kind", "launches", "flops"), [(kind, *known) for kind, known in KINDS.items()])
 def test_kernels_and_flops(kind: str, launches: int, flops: int, censuses: dict[str, Census]) -> None:
     census = censuses[kind]
     assert census.launches == launches
+    if not knows_operators(kind):
+        pytest.skip("this torch has no _grouped_mm")
     assert sum(one.flops or 0 for one in census.classes) == flops
     assert sum(row.flops or 0 for row in census.kernels) == flops
 
