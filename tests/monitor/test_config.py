@@ -169,6 +169,7 @@ def test_the_defaults_are_those_of_the_specification() -> None:
         "hardware_counters_enabled": True,
         "fallback_to_profiler": True,
         "audit": None,
+        "census": None,
         "trackers": None,
         "prometheus_address": "127.0.0.1:9464",
         "metric_names": "truemfu",
