@@ -25,6 +25,7 @@ STATIONS = (
     ("records", "provenance", "commit"),
     ("hardware", "flops"),
     ("utilization", "waterfall", "crosscheck"),
+    ("census",),
     ("training_plan",),
     ("run_summary",),
     ("remedies",),
@@ -55,7 +56,7 @@ ROOMS = {
     ),
     "hardware": (("counters",), ("ceiling", "nsight")),
     "monitor": (("ranks", "timing"), ("values",), ("watching",), ("step_flops",), ("hybrid",), ("rows",)),
-    "report": (("drawing",), ("run", "sweep"), ("compare",)),
+    "report": (("drawing",), ("explain",), ("run", "sweep"), ("compare",)),
     "sweep": (("trainers",), ("launchers", "worker"), ("supervisor",)),
 }
 WITH_A_FACE = ("flops",)

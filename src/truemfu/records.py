@@ -33,13 +33,13 @@ RECORD_VERSION = 1
 Record = TypeVar("Record", bound=msgspec.Struct)
 
 
-class _VersionedRecord(msgspec.Struct, frozen=True, kw_only=True):
+class VersionedRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Base of the records that are a file."""
 
     version: int = RECORD_VERSION
 
 
-class _SweepsRecord(_VersionedRecord, frozen=True, kw_only=True):
+class _SweepsRecord(VersionedRecord, frozen=True, kw_only=True):
     """Base of a sweep's records, which are written with a checksum."""
 
 
@@ -375,6 +375,8 @@ class MonitorCost(msgspec.Struct, frozen=True, kw_only=True):
     observed_steps: list[int] = []
     """Which they were, the first ones."""
     profiling_s: float | None = None
+    census_s: float | None = None
+    """Of recording a step for `truemfu explain`, outside of steps."""
 
 
 class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
@@ -481,6 +483,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     peak_source: str | None = None
     monitor_cost: MonitorCost | None = None
     hardware: RunHardware | None = None
+    without_tensor: dict[str, float] = {}
+    """Kinds of kernels without matrix work, as shares of their time together, by the census of one step."""
     notes: list[str] = []
     lost: list[str] = []
     warnings: list[str] = []
@@ -525,7 +529,7 @@ class RunStart(msgspec.Struct, frozen=True, kw_only=True):
     allocation_began_at_s: _UnixTime | None = None
 
 
-class RunRecord(_VersionedRecord, frozen=True, kw_only=True):
+class RunRecord(VersionedRecord, frozen=True, kw_only=True):
     """A monitored run as its report reads it; without a summary it is still running, or was killed."""
 
     truemfu_version: str | None = None
@@ -587,7 +591,7 @@ def decode(data: bytes | str, record_type: type[Record], where: str) -> Record:
 
 def _version_of(data: bytes | str) -> int:
     """The version alone: a newer record may have other fields, or fields of other types."""
-    return msgspec.json.decode(data, type=_VersionedRecord).version
+    return msgspec.json.decode(data, type=VersionedRecord).version
 
 
 def _matches_checksum(data: bytes | str) -> bool:

@@ -47,6 +47,7 @@ LARGE = 0.05
 """A part above this share of the peak gets a sentence of advice."""
 
 USEFUL = "useful"
+NO_TENSOR = "no_tensor"
 COMMUNICATION = "no_tensor_communication"
 """It shows when peak was lost, not why, so it is never the limiter."""
 _OF_THE_PIPE = ("clock", "idle", "no_tensor")

@@ -33,6 +33,7 @@ monitoring:
   detailed_log_freq: 51
   dataset_metrics_freq: 11
   save_freq: 201
+  census: false
   trackers: [wandb, tensorboard]
   prometheus_address: 0.0.0.0:9465
   metric_names: composer
@@ -74,6 +75,7 @@ READ = MonitorConfig(
     hardware_counters_enabled=False,
     fallback_to_profiler=False,
     audit=str(AUDIT),
+    census=False,
     trackers=("wandb", "tensorboard"),
     prometheus_address="0.0.0.0:9465",
     metric_names="composer",
@@ -167,6 +169,7 @@ def test_the_defaults_are_those_of_the_specification() -> None:
         "hardware_counters_enabled": True,
         "fallback_to_profiler": True,
         "audit": None,
+        "census": None,
         "trackers": None,
         "prometheus_address": "127.0.0.1:9464",
         "metric_names": "truemfu",

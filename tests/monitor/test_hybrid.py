@@ -147,7 +147,9 @@ def counters(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Live]:
 
 
 def settings(**monitoring: Any) -> dict[str, Any]:
-    return {"monitoring": {"mfu_calculation_mode": "hybrid", "detailed_log_freq": 1, **monitoring}}
+    """Without a recorded step, which tests/monitor/test_census_step.py is about: these count steps."""
+    own = {"mfu_calculation_mode": "hybrid", "detailed_log_freq": 1, "census": False}
+    return {"monitoring": {**own, **monitoring}}
 
 
 def batch() -> dict[str, torch.Tensor]:

@@ -28,6 +28,7 @@ from .compare import compare
 from .completion import completion
 from .console import complain, say, silence
 from .count import count
+from .explain import explain
 from .hardware import devices, peak
 from .report import report
 from .run import run
@@ -38,7 +39,7 @@ from .top import top
 from .try_remedies import try_remedies
 
 DONE, FAILED, WRONG_CALL, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
-_LEAVING_IN_ORDER = ("audit", "top", "try")
+_LEAVING_IN_ORDER = ("audit", "explain", "top", "try")
 
 
 class _InOrder(click.Group):
@@ -64,6 +65,7 @@ def cli(context: click.Context) -> None:
         truemfu run train.py --epochs 3            also torchrun, accelerate, srun: truemfu run -- torchrun …
         truemfu status                             the runs in this folder, running or ended
         truemfu report DIR -o report.html          an HTML report of a run
+        truemfu explain DIR                        where a step's time goes, kernel by kernel; also of a trace
         truemfu try -- python train.py             what torch.compile, a fused optimizer, … gain on it
     \b
     The FLOPs of one training step, exact, without a GPU and without weights:
@@ -99,6 +101,7 @@ for _command in (
     run,
     status,
     report,
+    explain,
     compare,
     try_remedies,
     count,
@@ -120,6 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     debug = "--debug" in own
     if arguments[:1] not in (
         ["audit"],
+        ["explain"],
         ["run"],
         ["try"],
     ):  # they run the user's command in the user's environment

@@ -23,7 +23,7 @@ from .console import FilePath, debug_option, say
 from .options import separated
 
 _NOT_FOUND, _CANNOT_RUN = 127, 126
-_FOLDER = "truemfu-runs"
+RUNS_FOLDER = "truemfu-runs"
 
 
 @click.command(
@@ -34,7 +34,7 @@ _FOLDER = "truemfu-runs"
     "--output",
     "-o",
     type=FilePath(),
-    help=f"The run folder.  [default: {_FOLDER}/DATE-TIME-NAME]",
+    help=f"The run folder.  [default: {RUNS_FOLDER}/DATE-TIME-NAME]",
 )
 @click.option("--config", type=FilePath(), help="A YAML or JSON file with the settings of docs/monitor.md.")
 @click.option(
@@ -108,7 +108,7 @@ def run(
         raise click.exceptions.Exit(_NOT_FOUND)
     if not is_disabled():
         load_config(config)
-        folder = output or Path(_FOLDER) / folder_name(command)
+        folder = output or Path(RUNS_FOLDER) / folder_name(command)
         if taken := next((p for p in (folder, *folder.absolute().parents) if p.is_file()), None):
             raise UsageError(f"{taken} is not a folder: give --output another name")
         if holds_run(folder):

@@ -36,6 +36,7 @@ from .models.targets import Target, count_target, parse_dtype, resolve_target
 from .observe.observation import Observation
 from .observe.observer import StepObserver, cuda_captures, take_out_left_behind
 from .profiled.profiler import StepProfile, StepProfiler
+from .profiled.trace_step import OperatorWork, TracedWork, bytes_moved, work_of_trace
 from .registry import register_formula, register_module, replaced_modules
 from .shadow.shadow import Shadow
 from .structure.estimate import Estimator, estimate_flops

@@ -186,6 +186,8 @@ class AutoMonitor:
         config = load_config(settings.config, default_mode=AUTO)
         if settings.mode is not None:
             config = replace(config, mode=settings.mode)
+        if settings.census:
+            config = replace(config, census=True)
         self._is_opening = True
         try:
             monitor = TrainingMonitor(_free_folder(settings), config, trackers=settings.trackers)

@@ -25,6 +25,8 @@ class RunSettings:
     trackers: tuple[str, ...] | None = None
     check_privacy: bool = False
     """Whether the clipped sums of a training with Opacus are checked."""
+    census: bool = False
+    """Whether a step is recorded for `truemfu explain`, whatever the mode."""
     began_s: float = 0.0
     """Unix time at which the command was started, which tells it from other commands."""
 

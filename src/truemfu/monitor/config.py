@@ -40,6 +40,7 @@ class MonitorConfig:
 
     `flops_profile_freq`, `recalibration_frequency`, `dataset_metrics_freq` and the values of `phases` may be
     0: never. `logging_steps`, `peak_tflops` and `trackers` are None where the user did not set them.
+    `census` is whether one step is recorded kernel by kernel; None: in mode `hybrid`.
     `phases` is a plain dict, so that the object can be pickled and written with `dataclasses.asdict`.
     """
 
@@ -58,6 +59,7 @@ class MonitorConfig:
     hardware_counters_enabled: bool = True
     fallback_to_profiler: bool = True
     audit: str | None = None
+    census: bool | None = None
     trackers: tuple[str, ...] | None = None
     prometheus_address: str = "127.0.0.1:9464"
     metric_names: str = "truemfu"
@@ -141,6 +143,10 @@ def _switch(path: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise _invalid(path, "a bool, true or false, without quotes", value)
     return value
+
+
+def _switch_or_unset(path: str, value: Any) -> bool | None:
+    return None if value is None else _switch(path, value)
 
 
 def _tflops(path: str, value: Any) -> float | None:
@@ -228,6 +234,7 @@ SCHEMA: Mapping[str, tuple[str, Callable[[str, Any], Any]]] = {
     ),
     "monitoring.performance_monitoring.hybrid_mode.fallback_to_profiler": ("fallback_to_profiler", _switch),
     "monitoring.performance_monitoring.hybrid_mode.audit": ("audit", _audit),
+    "monitoring.census": ("census", _switch_or_unset),
     "monitoring.trackers": ("trackers", _names),
     "monitoring.prometheus_address": ("prometheus_address", _address),
     "monitoring.metric_names": ("metric_names", _one_of(*METRIC_NAMES)),

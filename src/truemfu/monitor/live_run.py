@@ -8,6 +8,7 @@ in a job          ThisRank: reports of this rank, and rank 0's view of all
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -22,10 +23,12 @@ from ..errors import one_line
 from ..hardware.counters.executed import executed_method, has_rate
 from ..hardware.detect import spec_of
 from ..hardware.nsight.audited import AuditedKernels
+from ..hardware.nsight.command import COUNT_VARIABLE
 from ..torch_private.loading import listen
 from . import forks
 from .config import AUTO, MonitorConfig
 from .hybrid.audit_step import AuditStep
+from .hybrid.census_step import CensusStep
 from .hybrid.hardware_watch import HardwareWatch, open_watch
 from .hybrid.hardware_windows import HardwareWindows
 from .hybrid.step_detail import StepDetails
@@ -99,6 +102,7 @@ class LiveRun:
         is_corrected = audited is not None and audited.executed_over_activity is not None
         executed = executed_method(is_corrected=is_corrected) if has_hfu else "profiler"
         self._audit = AuditStep.from_environment(self._rank, device, notices)
+        self._census = _census_step(config, folder, device, self._rank, hooks, notices)
         plan = ObservationPlan(config.flops_profile_freq, _now_s())
         watch = StepWatch(
             plan,
@@ -170,6 +174,7 @@ class LiveRun:
             watch=watch,
             counters=counters,
             audit=self._audit,
+            census=self._census,
             rank=self._rank,
             rows=self._row_thread,
             notices=notices,
@@ -200,8 +205,10 @@ class LiveRun:
         return self._rank.is_first
 
     def stop_observing(self) -> None:
-        """No step is observed from now on, nor the rest of this one."""
+        """No step is observed or recorded from now on, nor the rest of this one."""
         self.steps.watch.close()
+        if self._census is not None:
+            self._census.interrupt()
 
     def save(self, timeout_s: float) -> None:
         """Write every step so far, and wait for that."""
@@ -229,6 +236,17 @@ class LiveRun:
                 in_closing(self._audit.close, self.steps.logged)
             if self._hardware is not None:
                 in_closing(self._hardware.close)
+            if self._census is not None:
+                in_closing(self._finish_census, self._census)
+
+    def _finish_census(self, census: CensusStep) -> None:
+        found = self.summary()
+        census.finish(found["median_step_time_s"], found["padding_lost"])
+
+    def record_census(self) -> None:
+        """Record a step soon."""
+        if self._census is not None:
+            self._census.request()
 
     def _finish_last_rows(self) -> None:
         is_sent = self._sender.send_all()
@@ -257,6 +275,7 @@ class LiveRun:
     def summary(self) -> dict[str, Any]:
         """The run so far as plain data."""
         steps, rows, known, hardware = self.steps, self._rows, self._flops.known, self._hardware
+        census = None if self._census is None else self._census.census
         return summary_of(
             self.info(),
             rows.totals.as_dict(self._clock.left_out_since_last_step()),
@@ -269,9 +288,11 @@ class LiveRun:
                 "observed": known.number_counted,
                 "observed_steps": list(known.steps),
                 "profiling_s": rows.reader.profile_cost_s,
+                "census_s": 0.0 if self._census is None else self._census.cost_s,
             },
             job=self._rank.figures(),
             hardware=None if hardware is None else hardware.as_dict(),
+            without_tensor=census.without_tensor() if census is not None else {},
             notes=[
                 *known.notes,
                 *self._no_waterfall,
@@ -301,6 +322,28 @@ def _opened_counters(
     if has_rate(spec_of(device)):
         return counters, None
     return counters, f"the FLOP per cycle of {_device_name(device)} is unknown"
+
+
+def _census_step(
+    config: MonitorConfig,
+    folder: Path,
+    device: torch.device,
+    rank: ThisRank,
+    hooks: ModelHooks,
+    notices: Notices,
+) -> CensusStep | None:
+    """None on ranks other than the first, where it is switched off, and under Nsight Compute."""
+    if config.census is False or not rank.is_first or COUNT_VARIABLE in os.environ:
+        return None
+
+    def modules() -> dict[int, str]:
+        roots = hooks.models.roots
+        return {
+            id(module): name or type(root).__name__ for root in roots for name, module in root.named_modules()
+        }
+
+    is_due = config.mode == "hybrid" if config.census is None else config.census
+    return CensusStep(folder, device, is_due=is_due, modules=modules, notice=notices)
 
 
 def _device_name(device: torch.device) -> str:

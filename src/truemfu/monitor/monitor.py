@@ -101,6 +101,7 @@ class TrainingMonitor:
         self._datasets = DatasetMetrics(notice=self._notices)
         self._added: dict[str, float] = {}
         """Metrics of the caller's for the next row."""
+        self._wants_census = False
         self._live: LiveRun | None = None
         """The run, from its first batch or step on."""
         self._earlier_error = uncaught()
@@ -245,6 +246,12 @@ class TrainingMonitor:
             with hidden_from_modes():
                 self._guard.run(self._datasets.add, batch, outputs, aggregated_loss)
 
+    def record_census(self) -> None:
+        """Record one of the next steps kernel by kernel, for `truemfu explain`; before the first step too."""
+        self._wants_census = True
+        if self._live is not None:
+            self._live.record_census()
+
     def save_logs(self) -> None:
         """Write everything logged so far to the local log. This waits, so do not call it inside a step."""
         live = self._live
@@ -341,6 +348,8 @@ class TrainingMonitor:
                 notices=self._notices,
                 training_lock=self._guard.lock,
             )
+            if self._wants_census:
+                self._live.record_census()
         return self._live
 
     def _on_forward(self, watched: Watched, batch: Batch | None) -> bool:

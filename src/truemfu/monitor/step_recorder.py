@@ -17,8 +17,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..flops import HostCopy
+from ..torch_private.dispatch import hidden_from_modes
 from ..torch_private.watching import backward_number, miss_compiled_calls
 from .hybrid.audit_step import AuditStep
+from .hybrid.census_step import CensusStep
 from .hybrid.hardware_watch import HardwareWatch
 from .notices import Notices
 from .ranks.this_rank import ThisRank
@@ -101,6 +103,7 @@ class StepRecorder:
         watch: StepWatch,
         counters: HardwareWatch | None,
         audit: AuditStep | None,
+        census: CensusStep | None,
         rank: ThisRank,
         rows: RowThread,
         notices: Notices,
@@ -108,6 +111,9 @@ class StepRecorder:
         self._hooks, self._measuring, self._between, self._clock = hooks, measuring, between, clock
         self.intake, self.batches, self.watch = intake, batches, watch
         self._counters, self._audit, self._rank = counters, audit, rank
+        self._census = census
+        self._was_quiet = False
+        self._nodes: int | None = None
         self._rows, self._notices = rows, notices
         self._graphs = NewGraphs()
         self.logged = 0
@@ -155,12 +161,17 @@ class StepRecorder:
     def batch_begins(self, begun: BegunBatch) -> None:
         """After `note_batch`, where modes may be entered: the forward pass of the noted batch begins."""
         self.watch.batch_begins(begun.template, is_first=begun.is_first)
-        if begun.is_first and self._measuring.profiles and self.watch.observer is None:
+        is_recorded = self.watch.observer is not None or (
+            self._census is not None and self._census.is_recording
+        )
+        if begun.is_first and self._measuring.profiles and not is_recorded:
             # Not an observed step, of which a profiler would record each operator twice.
             self._measuring.begin_step(self.watch.convention)
 
     def pass_begins(self, name: str | None, *, is_training: bool) -> bool:
         """A forward pass of a watched module begins; whether its end is to be told."""
+        if self._census is not None:
+            self._census.end_if_long()
         observer = self.watch.observer
         if observer is None:
             return False
@@ -223,7 +234,9 @@ class StepRecorder:
             or self.logged < WARMUP_STEPS
             or extras.profile is not None
             or observed is not None
+            or (self._census is not None and self._census.is_recording)
         )
+        self._was_quiet, self._nodes = not is_warmup, ended.nodes
         if self._counters is not None:
             # Windows exclude steps that compile, are profiled or observed.
             if is_warmup:
@@ -265,6 +278,15 @@ class StepRecorder:
     def begin_next_step(self) -> None:
         """The last thing that `log_step` does: the next step begins, and may be observed as a whole."""
         self.watch.next_begins(self.logged)
+        census = self._census
+        if census is None or self.watch.observer is not None:
+            return
+        if census.wants(self.logged, self._nodes, was_quiet=self._was_quiet):
+            mark = self._clock.moment()
+            with hidden_from_modes():
+                took_time = census.between_steps(self.logged)
+            if took_time:
+                self._clock.pause(mark, "other")
 
     def check_models(self, *, now: bool = False) -> None:
         """Look for changes of the models; `now` at the end of the run."""
@@ -303,6 +325,8 @@ class StepRecorder:
         self.intake.values.flush()
         self.watch.suspend()
         self._measuring.interrupt()
+        if self._census is not None:
+            self._census.interrupt()
         if self._audit is not None:
             self._audit.pause()
         if self._counters is not None:

@@ -11,7 +11,14 @@ import msgspec
 
 from ..errors import one_line
 from ..records import UPPER_BOUND, RankSummary, RunHardware, RunRecord, RunSummary, WaterfallPart
-from ..run_summary.texts import NO_RATE, RunResults, facts, figures, waterfall_basis
+from ..run_summary.texts import (
+    NO_RATE,
+    RunResults,
+    facts,
+    figures,
+    waterfall_basis,
+    without_tensor_work,
+)
 from ..text import counted, duration, printable, share, size
 from ..waterfall import between_steps_notes
 from .config import MonitorConfig
@@ -29,6 +36,7 @@ NO_COSTS = {
     "observed": 0,
     "observed_steps": [],
     "profiling_s": 0.0,
+    "census_s": 0.0,
 }
 """What a run that has not begun has cost so far."""
 
@@ -77,6 +85,7 @@ def summary_of(
     costs: Mapping[str, Any] = NO_COSTS,
     job: Mapping[str, Any] | None = None,
     hardware: Mapping[str, Any] | None = None,
+    without_tensor: Mapping[str, float] = MappingProxyType({}),
     notes: Sequence[str] = (),
     lost_steps: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[str, Any]:
@@ -96,6 +105,7 @@ def summary_of(
             **costs,
         },
         "hardware": hardware,
+        "without_tensor": dict(without_tensor),
         "notes": [*between_steps_notes(run["between_steps_share"], run["forwards_between_steps"]), *notes],
         "lost": [f"{steps:,} steps: {why}" for why, steps in lost_steps.items() if steps],
     }
@@ -120,6 +130,7 @@ def lines_of(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
         *lines,
         *_hardware(found.hardware, record.scope),
+        *[("busy without tensor work", text) for text in [without_tensor_work(found)] if text],
         *_ranks(found.ranks),
         *[("late rank", straggler.text or "") for straggler in found.stragglers[:_STRAGGLERS_SHOWN]],
         *[("note", text) for text in found.notes],

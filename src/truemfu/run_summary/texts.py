@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 
 from ..records import UPPER_BOUND, MonitorCost, RunHardware, RunRecord, RunSummary
-from ..text import counted, duration, flop_rate, number, share, size
+from ..text import counted, duration, flop_rate, number, percent_text, share, size
 from ..training_plan import per_million_tokens
-from ..waterfall import BETWEEN_STEPS, evaluations
+from ..waterfall import BETWEEN_STEPS, NO_TENSOR, evaluations
 
 UNKNOWN = "unknown"
 NO_SUMMARY = "known only when a run has ended and written its summary"
@@ -24,6 +24,7 @@ _NO_TOKENS = "no batch had a known number of tokens"
 _NOT_TIMED = "no step was timed"
 _RATE_REMARK = "of one device"
 _STEPS_SHOWN = 5
+_SMALLEST_KIND = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,6 +210,22 @@ def cost(run: RunResults, price_per_gpu_hour: float) -> Figure:
         price if gpus > 1 else f"${price_per_gpu_hour:,.4g} an hour, at the median tokens/s",
         _NO_TOKENS,
     )
+
+
+def without_tensor_work(summary: RunSummary) -> str | None:
+    """The kernels behind "busy without tensor work", by the census of a step; None without one."""
+    if not summary.without_tensor:
+        return None
+    fall = None if summary.hardware is None else summary.hardware.waterfall
+    parts = [] if fall is None else [part for part in fall.parts if part.key == NO_TENSOR]
+    points = parts[0].share if parts else None
+    found = [
+        f"{name} {percent_text(of)}" if points is None else f"{name} {100 * points * of:.1f}"
+        for name, of in summary.without_tensor.items()
+        if of >= _SMALLEST_KIND
+    ]
+    whole = "the time without matrix work" if points is None else f"{100 * points:.1f} points of the peak"
+    return f"{', '.join(found)} (of {whole}; kernels of one recorded step)"
 
 
 def hardware_figures(hardware: RunHardware, scope: str | None) -> list[Figure]:
@@ -447,6 +464,7 @@ def _cost_once(cost: MonitorCost) -> str:
         (cost.checks_s, "setup and checks"),
         (cost.observing_s, f"observing {steps}"),
         (cost.profiling_s, "profiling"),
+        (cost.census_s, "recording a step for `truemfu explain`"),
     )
     return ", ".join(f"{what} {duration(seconds)}" for seconds, what in parts if seconds) or "nothing"
 

@@ -73,6 +73,11 @@ class RecordedCall:
         self._values = values
 
     @property
+    def schema(self) -> Any:
+        """That of the overload that was called; None if none fits."""
+        return self._schema
+
+    @property
     def operands(self) -> tuple[list[Any], dict[str, Any]]:
         """Positional and keyword arguments as a caller writes them, without defaults."""
         if self._schema is None:

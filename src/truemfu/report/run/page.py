@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import compress
 from pathlib import Path
 
+from ...census.record import Census, stored_census
 from ...records import RunRecord, RunSummary
 from ...run_summary.texts import (
     NO_SUMMARY,
@@ -19,11 +20,13 @@ from ...run_summary.texts import (
     mfu_text,
     started,
     why_no_waterfall,
+    without_tensor_work,
 )
 from ...text import counted, duration, sentence, size
 from ..drawing.html import write_template
 from ..drawing.line_chart import Chart, Series, line_chart, thinning
 from ..drawing.tables import Table, digits, measures, table_of, words
+from ..explain.page import view_of as view_of_census
 from .job_view import job_view
 from .load import LastWindow, LoadedRun
 from .log_rows import PAUSES, LogRows
@@ -33,6 +36,7 @@ from .verdict import verdict
 from .waterfall_bars import view_of
 from .worst_steps import worst_steps, worst_table
 
+_MOST_KERNELS = 40
 _MOST_RANKS = 512
 _MOST_PAUSES = 200
 _TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
@@ -44,6 +48,7 @@ def write_run_page(path: Path, run: LoadedRun, price_per_gpu_hour: float | None 
     record, summary = results.record, results.summary
     worst = worst_steps(run.rows, summary)
     price = None if price_per_gpu_hour is None else cost(results, price_per_gpu_hour)
+    census = stored_census(run.folder)
     sentences, unknown = verdict(results, worst, price)
     pauses = pauses_of(run.rows)
     return write_template(
@@ -61,6 +66,8 @@ def write_run_page(path: Path, run: LoadedRun, price_per_gpu_hour: float | None 
         waterfall=view_of(summary.hardware),
         no_waterfall=why_no_waterfall(results),
         of_last_window=None if run.last_window is None else _of_last_window(run.last_window),
+        census=None if census is None else view_of_census(census, _MOST_KERNELS),
+        about_census="" if census is None else _about_census(census, summary),
         hardware=[] if summary.hardware is None else hardware_figures(summary.hardware, record.scope),
         worst=worst_table(worst) if worst else None,
         pauses=_pauses_table(pauses),
@@ -88,6 +95,14 @@ def _of_last_window(last_window: LastWindow) -> str:
         "Without the run's summary, this only covers the last window of counters, as logged at step "
         f"{last_window.step:,}."
     )
+
+
+def _about_census(census: Census, summary: RunSummary) -> str:
+    """Which step it is of, and what it says of the waterfall."""
+    split = without_tensor_work(summary)
+    step = (census.step or "a step").replace("ProfilerStep#", "step ")
+    text = f"Kineto recorded {step} of this run; its time is not among the step times."
+    return text if split is None else f"{text} Busy without tensor work: {split}."
 
 
 def _lead(record: RunRecord, summary: RunSummary) -> str:

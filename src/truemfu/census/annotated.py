@@ -1,0 +1,62 @@
+"""A trace written again, with what the census knows of each kernel in the event's arguments.
+
+The trace is copied event by event, so its size does not matter. Other steps stay as they are.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from . import classes
+from .items import Device, Item, items_of
+from .json_stream import EventStream
+from .trace import ON_DEVICE, Kernel
+
+
+def write_annotated(source: Path, target: Path, device_name: str | None = None) -> None:
+    """Write the trace at `source` to `target` with class, FLOPs, bytes and limit of its kernels; gzip."""
+    found = items_of(source, device_name)
+    known: dict[Any, Mapping[str, Any]] = {
+        _key_of(item.kernel): _arguments(item, found.device) for item in found.items
+    }
+    stream = EventStream(source)
+    with gzip.open(target, "wt", compresslevel=4, encoding="utf-8") as file:
+        file.write('{"traceEvents": [')
+        for number, event in enumerate(stream):
+            if event.get("cat") in ON_DEVICE:
+                args = event.get("args") or {}
+                key = event.get("name"), args.get("correlation"), args.get("External id")
+                event["args"] = {**args, **known.get(key, {})}
+            file.write(",\n" if number else "\n")
+            json.dump(event, file, ensure_ascii=False)
+        file.write("\n]")
+        for name, value in stream.header.items():
+            file.write(f",\n{json.dumps(name)}: {json.dumps(value, ensure_ascii=False)}")
+        file.write("}\n")
+
+
+def _key_of(kernel: Kernel) -> tuple[Any, ...]:
+    """A graph's launch has many kernels of one correlation, which may have one name and are then alike."""
+    return kernel.name, kernel.correlation, kernel.external
+
+
+def _arguments(item: Item, device: Device) -> Mapping[str, Any]:
+    arithmetic, least = device.arithmetic_s(item), device.least_s(item)
+    return {
+        "truemfu class": classes.CLASSES[item.kind],
+        "truemfu module": item.module,
+        "truemfu dtype": item.dtype,
+        "truemfu FLOPs": None if item.work is None else item.work.flops,
+        "truemfu bytes": item.bytes,
+        "truemfu limit": None
+        if least is None
+        else "arithmetic"
+        if arithmetic is not None and arithmetic == least
+        else "memory",
+        "truemfu least time us": None if least is None else 1e6 * least,
+        "truemfu waited for launch us": item.waited_ns / 1e3,
+    }

@@ -1,0 +1,184 @@
+"""`truemfu explain`: where the time of one training step goes, kernel by kernel."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+import msgspec
+
+from ..environment import is_disabled
+from ..errors import UsageError
+from .console import (
+    FilePath,
+    check_suffix,
+    debug_option,
+    json_option,
+    output,
+    print_json,
+    print_tables,
+    say,
+    working,
+    writing,
+)
+from .run import RUNS_FOLDER, folder_name, is_there
+
+if TYPE_CHECKING:
+    from ..census.record import Census
+
+_LINE_EVERY_S = 10.0
+_STEPS = 12
+"""About so many are needed before one is recorded."""
+
+
+@click.command(
+    short_help="Where a step's time goes, kernel by kernel, and what each remedy could gain at most.",
+)
+@json_option
+@click.option(
+    "--output",
+    "-o",
+    "page",
+    type=FilePath(dir_okay=False),
+    metavar="FILE.html",
+    help="Also write an HTML page.",
+)
+@click.option(
+    "--trace",
+    "traced",
+    type=FilePath(dir_okay=False),
+    metavar="FILE.json.gz",
+    help="Also write the trace again, with class, FLOPs, bytes and limit in each kernel's arguments.",
+)
+@click.option(
+    "--device", metavar="NAME", help="The device of a trace that does not name it: `truemfu devices`."
+)
+@debug_option
+@click.argument("source", nargs=-1, required=True, type=click.UNPROCESSED, metavar="DIR | TRACE | -- COMMAND")
+def explain(
+    as_json: bool, page: Path | None, traced: Path | None, device: str | None, source: tuple[str, ...]
+) -> int | None:
+    """Where the time of one training step goes, and what each remedy could gain at most.
+
+    \b
+    DIR        the folder of a run: `truemfu run` records a step on a GPU whose counters can be read
+    TRACE      a trace by torch.profiler's export_chrome_trace, .json or .json.gz, of any program
+    COMMAND    a training command: it runs until a step is recorded, and is then ended
+
+    \b
+    Examples
+        truemfu explain truemfu-runs/20260101-train
+        truemfu explain trace.json.gz --device "NVIDIA H200"
+        truemfu explain -o page.html -- python train.py
+
+    Bounds say "at most"; `truemfu try` measures what a remedy gains. Exit codes: 0 done, 1 the command ended
+    before a step was recorded, 2 wrong usage.
+    """
+    from ..report.census_source import load_census, trace_at
+
+    check_suffix(page, (".html",))
+    path = Path(source[0])
+    if len(source) > 1 or not path.exists() or path.suffix == ".py":
+        found = _recorded(source)
+        if found is None:
+            return 1
+        path = found
+    with working(f"reading {path}"):
+        census = load_census(path, device)
+    if page is not None:
+        from ..report.explain.page import write_explain_page
+
+        with writing(page):
+            say(f"report: {write_explain_page(page, census)}", err=True)
+    if traced is not None:
+        from ..census.annotated import write_annotated
+
+        with writing(traced):
+            write_annotated(trace_at(path), traced, device)
+        say(f"trace: {traced}", err=True)
+    if as_json:
+        print_json(msgspec.to_builtins(census))
+    else:
+        _show(census)
+    return None
+
+
+def _recorded(command: tuple[str, ...]) -> Path | None:
+    """Run a command until a step is recorded; the folder with its trace, or None if it ended without one."""
+    from ..integrations.run_settings import FIRST_PROCESS, RunSettings, python_command
+    from ..integrations.until_census import run_until_census
+
+    if is_disabled():
+        raise UsageError("TRUEMFU_DISABLED=1 switches truemfu off, so no step would be recorded: unset it")
+    call = python_command(command, sys.executable)
+    if not is_there(command[0], call):
+        raise UsageError(f"{command[0]} is neither a folder, nor a trace, nor a command that is found here")
+    folder = Path(RUNS_FOLDER) / folder_name(command)
+    say(
+        f"plan: run the command until one step is recorded (after some ten steps), let it go on for "
+        f"a few seconds to time ordinary steps, and end it. It runs as it is: what it writes, it writes. "
+        f"Folder: {folder}",
+        err=True,
+    )
+    settings = RunSettings(output=str(folder.absolute()), census=True, began_s=time.time())
+    environment = settings.environment(os.environ)
+    del environment[FIRST_PROCESS]  # the command is not this process
+    progress = _Progress()
+    run = run_until_census(call, environment, folder, on_wait=progress.update)
+    if run.folder is None:
+        say(
+            f"error: the command ended with code {run.code} before a step was recorded: it has to make "
+            f"at least {_STEPS} optimizer steps of a torch.optim optimizer",
+            err=True,
+        )
+    return run.folder
+
+
+class _Progress:
+    """A line on stderr every few seconds."""
+
+    def __init__(self) -> None:
+        self._began_s = self._shown_s = time.monotonic()
+        self._was_recorded = False
+
+    def update(self, is_recorded: bool) -> None:
+        now_s = time.monotonic()
+        if now_s - self._shown_s < _LINE_EVERY_S and is_recorded == self._was_recorded:
+            return
+        self._shown_s, self._was_recorded = now_s, is_recorded
+        what = "a step is recorded, timing ordinary steps" if is_recorded else "waiting for a step to record"
+        say(f"explain: {what}, {now_s - self._began_s:.0f} s", err=True)
+
+
+def _show(census: Census) -> None:
+    """The census as text."""
+    from ..report.explain.texts import (
+        NO_PREDICTION,
+        REMEDIES,
+        at_most,
+        classes_table,
+        costs_table,
+        figures,
+        not_applicable,
+        notes,
+        remedies,
+    )
+
+    for figure in figures(census):
+        remark = f" ({figure.remark})" if figure.remark else ""
+        say(f"{figure.label:24} {figure.value}{remark}")
+    say("")
+    print_tables(output(), [classes_table(census), costs_table(census)])
+    say("What remedies could gain")
+    for bound in remedies(census):
+        say(f"  {REMEDIES[bound.remedy]:36} {at_most(bound, census)}: {bound.evidence}")
+    say(f"{NO_PREDICTION}\n")
+    say("No bound for")
+    for remedy, reason in not_applicable(census):
+        say(f"  {remedy:36} {reason}")
+    for note in notes(census):
+        say(f"note: {note}")

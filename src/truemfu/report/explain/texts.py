@@ -1,0 +1,162 @@
+"""A census in tables and sentences, for a terminal and a page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ...census.classes import CLASSES, GAPS
+from ...census.record import Bound, Census, ClassTime, KernelRow
+from ...run_summary.texts import Figure
+from ...text import UNKNOWN, duration, flop_rate, share
+from ..drawing.tables import Table, digits, measures, table_of, words
+
+_MOST_SHOWN = 15
+NO_PREDICTION = "Bounds, not predictions: `truemfu try` measures what a remedy gains."
+REMEDIES = {
+    "fused_optimizer": "fused optimizer",
+    "compile": "torch.compile of the model",
+    "compile_blocks": "torch.compile of its repeated blocks",
+    "cuda_graphs": "CUDA graphs",
+    "tf32": "TF32 products",
+    "autocast_bf16": "bf16 autocast",
+    "attention": "another attention kernel",
+    "channels_last": "channels_last layout",
+    "cudnn_benchmark": "cuDNN benchmark",
+    "no_checkpointing": "no activation checkpointing",
+    "loader_workers": "loader workers and prefetching",
+    "pin_memory": "pinned memory",
+    "liger": "Liger kernels",
+    "larger_batch": "larger batch",
+    "pad_vocabulary": "vocabulary padded to whole tiles",
+    "packing": "packed sequences",
+}
+"""Every remedy with a bound, in words."""
+
+
+def figures(census: Census) -> list[Figure]:
+    """What the census is of."""
+    gaps, ordinary = census.gaps, census.ordinary_step_s
+    step = census.step or "the whole trace, which is not divided into steps"
+    if census.steps_in_trace > 1:
+        step += f", the last whole one of {census.steps_in_trace}"
+    found = [
+        Figure(label="source", value=census.source, remark=step),
+        Figure(
+            label="device",
+            value=census.device or "unknown",
+            remark=""
+            if census.peak_known
+            else "operators of the CPU stand for kernels"
+            if census.is_host
+            else "its peaks and its bandwidth are not known, so neither are limits: --device NAME gives it",
+        ),
+        Figure(
+            label="step, as recorded", value=duration(census.step_s), remark="recording makes the host slower"
+        ),
+    ]
+    if ordinary is not None:
+        found.append(Figure(label="step, median of the run", value=duration(ordinary)))
+    of_step = ordinary if ordinary is not None and ordinary >= census.busy_s else census.step_s
+    found += [
+        Figure(
+            label="kernels",
+            value=duration(census.busy_s),
+            remark=f"{share(census.busy_s / of_step if of_step else None)} of the step, "
+            f"{census.launches:,} launches",
+        ),
+        Figure(
+            label="gaps, as recorded",
+            value=duration(gaps.host_s + gaps.data_wait_s + gaps.device_s),
+            remark=f"the host launched late {duration(gaps.host_s)}, waited for data "
+            f"{duration(gaps.data_wait_s)}, launched in time {duration(gaps.device_s)}",
+        ),
+    ]
+    return found
+
+
+def classes_table(census: Census) -> Table:
+    """Where the step's time went."""
+
+    def work(one: ClassTime) -> str:
+        return UNKNOWN if one.flops is None or not one.seconds else flop_rate(one.flops / one.seconds)
+
+    def moved(one: ClassTime) -> str:
+        return UNKNOWN if one.bytes is None else f"{one.bytes / 1e9:,.2f} GB"
+
+    return table_of(
+        "Where the step's time went",
+        census.classes,
+        [
+            words("class", lambda one: one.name),
+            measures("time", duration, lambda one: one.seconds, unit="s"),
+            measures("of the step", share, lambda one: one.share),
+            digits("launches", lambda one: f"{one.launches:,}" if one.key != GAPS else UNKNOWN),
+            words("rate", work),
+            words("moved", moved),
+        ],
+    )
+
+
+def costs_table(census: Census, most: int | None = _MOST_SHOWN) -> Table:
+    """The kernels that take the most time."""
+    return table_of(
+        "What costs most",
+        census.kernels[:most],
+        [
+            words("operator", lambda row: row.operator or row.kernel[:60]),
+            words("class", lambda row: CLASSES[row.kind]),
+            words("module", lambda row: row.module or UNKNOWN),
+            digits("launches", lambda row: f"{row.launches:,}"),
+            measures("time", duration, lambda row: row.seconds, unit="s"),
+            words("limit", _limit),
+        ],
+    )
+
+
+def _limit(row: KernelRow) -> str:
+    """The limit, and how much of their time the kernels need at least."""
+    if row.limit is None:
+        return "unknown"
+    if row.limit == "launch" or row.limit_s is None or not row.running_s:
+        return row.limit
+    return f"{row.limit}, {100 * row.limit_s / row.running_s:.0f} %"
+
+
+def notes(census: Census) -> list[str]:
+    """What to know about the census; why limits are unknown, each reason once."""
+    reasons = dict.fromkeys(row.unknown for row in census.kernels if row.unknown)
+    return [*(f"limits are unknown where {reason}" for reason in reasons), *census.notes]
+
+
+def remedies(census: Census) -> list[Bound]:
+    """Those that the census has evidence for, the largest first."""
+    return [bound for bound in census.bounds if bound.applies]
+
+
+def at_most(bound: Bound, census: Census) -> str:
+    """`at most 26.8 ms of 70.3 ms`."""
+    of = census.ordinary_step_s or census.step_s
+    if bound.at_most_s is None:
+        return UNKNOWN
+    return f"at most {duration(min(bound.at_most_s, of))} of {duration(of)}"
+
+
+def remedies_table(census: Census) -> Table:
+    """What each remedy could gain at most."""
+    return table_of(
+        "What remedies could gain at most",
+        remedies(census),
+        [
+            words("remedy", lambda one: REMEDIES[one.remedy]),
+            words("at most", lambda one: at_most(one, census)),
+            words("because", lambda one: one.evidence),
+        ],
+        sentence=NO_PREDICTION,
+    )
+
+
+def not_applicable(census: Census) -> Iterator[tuple[str, str]]:
+    """The other remedies, each with the reason."""
+    for bound in census.bounds:
+        if not bound.applies:
+            yield REMEDIES[bound.remedy], bound.evidence
