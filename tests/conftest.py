@@ -155,6 +155,16 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             raise pytest.UsageError(f"tests/conftest.py: LONG names tests that do not exist: {unknown}")
 
 
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> Iterator[None]:
+    """Compiled code of one test is none of the next: an older torch observes no step beside compiled code."""
+    yield
+    utils = sys.modules.get("torch._dynamo.utils")
+    if utils is not None and utils.counters.get("stats", {}).get("unique_graphs"):
+        sys.modules["torch._dynamo"].reset()
+        utils.counters.clear()
+
+
 @pytest.fixture
 def never_waits() -> Iterator[None]:
     """For what must not block: a test that waits for ever fails."""

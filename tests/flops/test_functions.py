@@ -251,6 +251,8 @@ def test_trls_head_has_the_plain_heads_integers() -> None:
         if (error.name or "").partition(".")[0] != "triton":
             raise
         pytest.skip("the kernels of this trl import triton")
+    except ImportError:
+        pytest.skip("this trl has no such head")
 
     def head(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         logprobs, entropy, *_ = ChunkedLogProbFunction.apply(
