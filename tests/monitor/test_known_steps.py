@@ -381,7 +381,7 @@ def test_an_observation_that_failed_gives_its_reason_and_is_tried_again_three_ti
     for step in range(3, 8):
         note = thread.observe(model, rows(), step=step)
         assert note.extras.observed is not None
-        note.extras.observed.observation._tally.fail("it could not be seen")
+        note.extras.observed.observation.fail("it could not be seen")
         side.known.take(note)
         assert side.plan.is_due(step, 0.0) == (step < 6)
         side.plan.observed(step, 0.001, 0.0)
