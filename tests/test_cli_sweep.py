@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import signal
@@ -14,7 +15,7 @@ import pytest
 from tests.command_line import Result, Run, caller
 
 from truemfu.cli.console import output, working
-from truemfu.cli.live import Lines
+from truemfu.cli.live import Lines, progress
 from truemfu.records import CaseResult, Phase, Status, SweepCase, SweepRecord, encode, write_record
 from truemfu.sweep.supervisor.state import CaseState
 
@@ -410,6 +411,21 @@ def test_a_terminal_shows_what_runs_and_the_time_left() -> None:
     assert shown.pop().splitlines()[0] == "2 of 3 done, about 40 s left"
     live.ended(failed_result(names[2]))
     assert shown.pop() == "3 of 3 done"
+
+
+def test_a_line_of_the_sweep_is_above_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.TextIOWrapper):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stderr", Terminal(written, "utf-8", write_through=True))
+    with progress() as listener:
+        listener.message("beginning")  # which draws the text below it, too
+        listener.message("warm-up is over")
+    assert "reading the folder" in written.getvalue().decode()
+    assert "\x1b[2Kwarm-up is over\n" in written.getvalue().decode()
 
 
 def test_of_many_running_experiments_the_first_are_shown() -> None:

@@ -10,6 +10,7 @@ import collections
 import copy
 import functools
 import gc
+import logging
 import random
 import tempfile
 import threading
@@ -1410,3 +1411,57 @@ def test_an_object_whose_class_has_no_module_name_is_no_obstacle(count: Callable
     counted = count(Holding(), X)
     flops = counted(X) if isinstance(counted, FlopModel) else counted
     assert flops.forward == FORWARD
+
+
+class Waiting(Net):
+    """Its first count sets `entered`, and lasts until `leave` is set."""
+
+    entered, leave = threading.Event(), threading.Event()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not Waiting.entered.is_set():
+            Waiting.entered.set()
+            Waiting.leave.wait(60)
+        return super().forward(x)
+
+
+def test_counts_of_two_threads_leave_the_process_as_it_was() -> None:
+    Waiting.entered.clear()
+    Waiting.leave.clear()
+    before = logging.getLogger("torch._subclasses.fake_tensor").disabled
+    first = threading.Thread(target=count_flops, args=(Waiting(), (X,)))
+    first.start()
+    assert Waiting.entered.wait(60)
+    second = threading.Thread(target=count_flops, args=(Net(), (X,)))
+    second.start()
+    second.join(0.3)  # it waits for the first one
+    Waiting.leave.set()
+    first.join()
+    second.join()
+    assert logging.getLogger("torch._subclasses.fake_tensor").disabled == before
+
+
+def test_modules_of_another_thread_are_not_followed() -> None:
+    """A module with a hook is in its forward pass when the count begins, and leaves it meanwhile."""
+    inside, may_leave = threading.Event(), threading.Event()
+
+    class Training(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            inside.set()
+            may_leave.wait(60)
+            return x
+
+    training = Training()
+    training.register_forward_hook(lambda module, args, output: None)
+    thread = threading.Thread(target=training, args=(X,))
+
+    class Counted(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            may_leave.set()
+            thread.join()
+            return super().forward(x)
+
+    thread.start()
+    assert inside.wait(60)
+    count = count_flops(Counted(), (X,))
+    assert (count.method, count.notes, count.forward) == ("count on fake tensors", (), FORWARD)

@@ -36,6 +36,7 @@ def rank_process(rank: int, folder: Path, ways: tuple[str, ...], address: str) -
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2, timeout=limit)
     for parallel in ways:
         private_steps(rank, folder / parallel, parallel)
+    step_with_layouts(rank, folder)
     dist.destroy_process_group()
     # The last owner of a gloo group, here the DDP module, joins its thread with Python's lock held, for
     # which the thread may wait (torch 2.13): this function must not return.
@@ -83,4 +84,30 @@ def private_steps(rank: int, folder: Path, parallel: str) -> None:
         losses_of(called, batch()[4 * rank :][:4]).mean().backward()
         plain = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         torch.save(plain, folder / f"plain_{rank}.pt")
+    KEPT.append(called)
+
+
+def convolution() -> torch.nn.Module:
+    torch.manual_seed(SEED)
+    return torch.nn.Conv2d(4, 8, 3, bias=False).to(memory_format=torch.channels_last)
+
+
+def images() -> torch.Tensor:
+    made = torch.randn(4, 4, 6, 6, generator=torch.Generator().manual_seed(0))
+    return made.contiguous(memory_format=torch.channels_last)
+
+
+def losses_of_images(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = model(x).square().sum((1, 2, 3))
+    return found
+
+
+def step_with_layouts(rank: int, folder: Path) -> None:
+    """The clipped sum of the first rank lies in memory as channels last; the other rank has no samples."""
+    called = torch.nn.parallel.DistributedDataParallel(convolution())
+    optimizer = torch.optim.SGD(called.parameters(), lr=0.0)
+    private = PrivateOptimizer(called, optimizer, max_grad_norm=0.5, noise_multiplier=0.0)
+    private.backward(losses_of_images, images()[: 4 * (1 - rank)])
+    private.step()
+    torch.save({name: p.grad for name, p in called.module.named_parameters()}, folder / f"images_{rank}.pt")
     KEPT.append(called)

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from truemfu.records import SweepCase
+from truemfu.sweep import content_hash as content_hash_module
 from truemfu.sweep.content_hash import content_hash, find_module, hashed_environment
 
 CASE = SweepCase(trainer="StandardTrainer", model="tiny", batch_size=2, seq_len=32)
@@ -35,6 +36,20 @@ def test_device_memory_limit_python_versions_and_sources_count() -> None:
         {**AROUND, "sources": "other"},
     ]
     assert len({content_hash(CASE, around) for around in [AROUND, *others]}) == 6
+
+
+@pytest.mark.parametrize("name", ["records.py", "sweep/worker/measure.py", "cli/sweep.py"])
+def test_every_source_of_truemfu_counts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "truemfu"
+    for source in ("records.py", "sweep/worker/measure.py", "cli/sweep.py"):
+        file = package / source
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("first")
+    monkeypatch.setattr(content_hash_module, "__file__", str(package / "sweep" / "content_hash.py"))
+    before = hashed_environment("NVIDIA H200", None)
+    assert hashed_environment("NVIDIA H200", None) == before
+    (package / name).write_text("second")
+    assert hashed_environment("NVIDIA H200", None)["sources"] != before["sources"]
 
 
 def test_versions_of_what_is_installed_are_known() -> None:

@@ -83,6 +83,8 @@ def test_another_trainer_of_the_same_name_is_another_sweep(
     take(tmp_path / "out", trainers=["mine:Fast"])
     with pytest.raises(UsageError, match="trainer of Fast_bs2_seq32 is mine:Fast there and yours:Fast here"):
         take(tmp_path / "out", trainers=["yours:Fast"])
+    with pytest.raises(UsageError, match="trainer of Fast_bs4_seq32 is mine:Fast there and yours:Fast here"):
+        take(tmp_path / "out", trainers=["yours:Fast"], batch_sizes=[4])
 
 
 def test_starting_over_replaces_the_other_sweep_and_its_files_alone(tmp_path: Path) -> None:

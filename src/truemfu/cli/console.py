@@ -133,7 +133,8 @@ def ignoring_closed_pipe() -> Iterator[None]:
 
 def say(text: str, *, err: bool = False, nl: bool = True) -> None:
     """Print text, with terminal control characters escaped."""
-    click.echo(printable(text), err=err, nl=nl)
+    # With a stream of its own, click would print over a spinner, which is in sys.stderr's place.
+    click.echo(printable(text), file=sys.stderr if err else None, nl=nl)
 
 
 def complain(kind: Literal["error", "warning"], text: str) -> None:

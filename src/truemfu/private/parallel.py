@@ -71,6 +71,7 @@ class Ranks:
             whole: Tensor = parts.redistribute(placements=parameter.placements)
             return whole
         if self._group is not None:
+            total = total.contiguous()  # it is summed as it is in memory, and ranks may have other layouts
             dist.all_reduce(total, group=self._group)
         return total
 

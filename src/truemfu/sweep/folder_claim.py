@@ -212,10 +212,11 @@ def _joined(
     axes = {key: _union(recorded_axes[key], new[key]) for key in _AXES}
     covers_both = {**new, "parallel": here or there}
     joined = msgspec.convert({**covers_both, **axes}, SweepConfig)
-    recorded_cases = cases_of(msgspec.convert({**covers_both, **recorded_axes}, SweepConfig), config.device)
+    msgspec.convert({**covers_both, **recorded_axes}, SweepConfig)  # an error if they are not axes
+    together = cases_of(joined, config.device)
     for name, case in cases.items():
-        if recorded_cases.get(name, case) != case:  # two trainers of one name
-            raise _another_sweep(folder, f"trainer of {name}", recorded_cases[name].trainer, case.trainer)
+        if together[name] != case:  # two trainers of one name
+            raise _another_sweep(folder, f"trainer of {name}", together[name].trainer, case.trainer)
     return joined
 
 

@@ -52,12 +52,16 @@ def counted(tally: CountingMode) -> Iterator[None]:
 def _following_modules(tally: Tally) -> Iterator[None]:
     """Report to the tally which module runs inside the context, by global module hooks.
 
-    A module is named by the attribute path from the outermost module that was called.
+    A module is named by the attribute path from the outermost module that was called. Other threads may run
+    modules meanwhile, which are not counted.
     """
     roots: list[nn.Module] = []
     names: dict[int, str] = {}
+    here = threading.get_ident()
 
     def enter(module: nn.Module, args: Any) -> None:
+        if threading.get_ident() != here:
+            return
         if id(module) not in names:
             roots.append(module)
             for path, inner in module.named_modules():
@@ -67,7 +71,8 @@ def _following_modules(tally: Tally) -> Iterator[None]:
         tally.enter_module(names[id(module)])
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
-        tally.leave_module()
+        if threading.get_ident() == here:
+            tally.leave_module()
 
     handles = [
         nn.modules.module.register_module_forward_pre_hook(enter),

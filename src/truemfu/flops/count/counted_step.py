@@ -101,7 +101,7 @@ class CountedStep:
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         following = Following(fake_mode)
         tally = CountingMode(self.convention, documents=self.documents, following=following)
-        with flex_attention_anywhere(), attention_in_given_dtype(), quiet_fake_tensors():
+        with _lock, flex_attention_anywhere(), attention_in_given_dtype(), quiet_fake_tensors():
             self._run(partial(fake_tensor, fake_mode), tally, fake_mode)
         return tally, following
 
