@@ -25,7 +25,6 @@ import argparse
 import datetime
 import json
 import math
-import os
 import statistics
 import subprocess
 import sys
@@ -73,10 +72,7 @@ def time_by_hand(model: str, folder: Path, options: argparse.Namespace, case: di
         command += ["--workers", workers[0].partition("num_workers=")[2].partition(",")[0]]
     if names:
         command += ["--write", *names]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=HAND_LIMIT_S, env=environment
-    )
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=HAND_LIMIT_S)
     if done.returncode:
         raise RuntimeError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "failed")
     times = json.loads(out.read_text())
@@ -129,7 +125,7 @@ def bounds_of(model: str, options: argparse.Namespace) -> dict[str, float]:
             timeout=HAND_LIMIT_S,
         )
         found = json.loads(done.stdout) if not done.returncode else {}
-        return {one["name"]: one["at_most_s"] for one in found.get("remedies", []) if one.get("at_most_s")}
+        return {one["remedy"]: one["at_most_s"] for one in found["bounds"] if one["at_most_s"] is not None}
     except (subprocess.TimeoutExpired, ValueError, KeyError, TypeError):
         return {}
 
