@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.versions import TORCH
 from torch import nn
 
 from truemfu import TrainingMonitor, count_flops
@@ -83,6 +84,8 @@ def model() -> Model:
 def test_an_observed_model_becomes_what_it_becomes_alone(
     tmp_path: Path, makes: Callable[[nn.Module], str], wrap: Callable[[nn.Module], Any], has_stepped: bool
 ) -> None:
+    if makes is exported and TORCH < (2, 7):
+        pytest.xfail("torch 2.6 exports a hook of a model as a graph of its own, and refuses several")
     alone = makes(model())
     watched = model()
     monitor = TrainingMonitor(tmp_path, {"monitoring": {"peak_tflops": 1.0}}).attach(wrap(watched))

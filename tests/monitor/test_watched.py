@@ -14,10 +14,12 @@ from torch import nn
 
 from truemfu import TrainingMonitor, count_flops
 from truemfu.errors import TruemfuWarning, UsageError
+from truemfu.flops.observe.compiled import RECOMPILES
 from truemfu.flops.observe.observation import OBSERVED
 from truemfu.monitor.summary import lines_of
 from truemfu.monitor.watching.watched import CalledModels
 from truemfu.text import share
+from truemfu.torch_private.compiler import guards_ignore_modes
 
 PEAK = 10e12
 
@@ -249,9 +251,13 @@ def test_a_model_compiled_after_it_was_attached_is_watched_on(
     assert all(torch.equal(weights[name], same_weights[name]) for name in weights)
     wanted = count_flops(Critic(), (torch.randn(4, 8),)).model_flops
     rows = rows_in(tmp_path)
-    assert [flops_of(row) for row in rows] == [
-        None if row["global_step"] == without else wanted for row in rows
-    ]
+    if prepare is at_once and not guards_ignore_modes():
+        seen = [row for row in rows if row["global_step"] != without]
+        assert {row["perf/mfu_unknown"] for row in seen} == {RECOMPILES}
+    else:
+        assert [flops_of(row) for row in rows] == [
+            None if row["global_step"] == without else wanted for row in rows
+        ]
     assert len(rows) == 8
 
 
