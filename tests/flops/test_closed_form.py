@@ -66,7 +66,10 @@ def test_closed_form_equals_the_truth_at_unseen_shapes(name, attention):
 def test_closed_form_equals_the_truth_for_packed_documents(name, attention):
     c, model, f = fitted(name, attention)
     closed = 0
-    for documents in (*([10, 22], [5, 20, 7], [30, 3, 4, 5], [25, 25], [8, 40], [6, 9, 6], [13, 19, 2]),):
+    for documents in (
+        *([10, 22], [5, 20, 7], [30, 3, 4, 5], [25, 25], [8, 40], [6, 9, 6], [11, 23], [13, 19, 2]),
+        *([28, 9], [30, 7], [18, 12, 4]),  # the form needs as many until it speaks
+    ):
         batch = c.batch(samples=1, length=sum(documents), documents=documents)
         count = f(batch)
         closed += count.method == "closed form"
