@@ -1,6 +1,7 @@
 """DistributedDataParallel under torchrun, on gloo: a sampler for each rank, rank 0 prints and saves."""
 
 import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,9 @@ def main():
     if rank == 0:
         torch.save(model.module.state_dict(), "ddp.pt")
         print("world", os.environ["WORLD_SIZE"])
+    # A thread of gloo frees the tensors of the last collective and needs the GIL for it, which the end of DDP
+    # holds while it waits for that thread: torch 2.13 then waits for ever.
+    time.sleep(0.5)
     dist.destroy_process_group()
 
 
