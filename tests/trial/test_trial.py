@@ -115,6 +115,25 @@ def test_a_remedy_that_goes_wrong_is_a_result_with_its_cause(tmp_path: Path) -> 
             assert failed["output_tail"][-1] == "ValueError: no such thing"
 
 
+def test_a_remedy_that_loses_the_loss_is_a_failure_however_fast_it_is(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import os, time, torch\n"
+        "model = torch.nn.Linear(8, 8)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.01)\n"
+        "is_remedy = os.environ['TRUEMFU_TRY'] == 'fused_optimizer'\n"
+        "for step in range(100):\n"
+        "    loss = model(torch.ones(4, 8)).sum() * (float('nan') if is_remedy and step > 4 else 1)\n"
+        "    loss.backward()\n"
+        "    optimizer.step()\n"
+        "    time.sleep(0.0 if is_remedy else 0.05)\n"
+    )
+    done = tried(tmp_path, "--only", "fused_optimizer", "--rounds", "1", call=[sys.executable, "train.py"])
+    case = done.case("fused_optimizer")
+    assert case["verdict"] == "failed"
+    assert case["reason"].startswith("the loss is not finite in 18 steps; in an unchanged run in 0")
+    assert done.trial["recommended"] == []
+
+
 def test_an_optimizer_that_a_remedy_does_not_fit_is_a_result(tmp_path: Path) -> None:
     other = "torch.optim.Adam([torch.zeros(2)], differentiable=True)"
     done = trial_of(tmp_path, "--only", "fused_optimizer", "--rounds", "1", before=other)

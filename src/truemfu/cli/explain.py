@@ -110,7 +110,7 @@ def explain(
 def _recorded(command: tuple[str, ...]) -> Path | None:
     """Run a command until a step is recorded; the folder with its trace, or None if it ended without one."""
     from ..integrations.run_settings import FIRST_PROCESS, RunSettings, python_command
-    from ..integrations.until_census import run_until_census
+    from ..trial.until_census import run_until_census
 
     if is_disabled():
         raise UsageError("TRUEMFU_DISABLED=1 switches truemfu off, so no step would be recorded: unset it")
@@ -158,7 +158,7 @@ def _show(census: Census) -> None:
     """The census as text."""
     from ..report.explain.texts import (
         NO_PREDICTION,
-        REMEDIES,
+        TITLES,
         at_most,
         classes_table,
         costs_table,
@@ -175,7 +175,7 @@ def _show(census: Census) -> None:
     print_tables(output(), [classes_table(census), costs_table(census)])
     say("What remedies could gain")
     for bound in remedies(census):
-        say(f"  {REMEDIES[bound.remedy]:36} {at_most(bound, census)}: {bound.evidence}")
+        say(f"  {TITLES[bound.remedy]:36} {at_most(bound, census)}: {bound.evidence}")
     say(f"{NO_PREDICTION}\n")
     say("No bound for")
     for remedy, reason in not_applicable(census):

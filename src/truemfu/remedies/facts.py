@@ -131,6 +131,8 @@ class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
     steps: int = 0
     losses: list[float | None] = []
     """Of each step from the first, on this rank; None where none was seen or it is not finite."""
+    non_finite_losses: int = 0
+    """How many of them are NaN or infinite."""
     peak_memory_bytes: int | None = None
     """On CUDA what torch allocated after warm-up, else of the process."""
     evidence: Evidence | None = None

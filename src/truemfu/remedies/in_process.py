@@ -161,11 +161,14 @@ class TrialProcess:
             torch.cuda.synchronize(self._device)
         make_folder(self._folder)
         has_evidence = error is None and self._collector is not None and rank == 0
+        losses = [] if error is not None else [None if loss is None else float(loss) for loss in self._losses]
+        finite = [loss if loss is not None and math.isfinite(loss) else None for loss in losses]
         result = TrialResult(
             rank=rank,
             world_size=world_size,
             steps=len(self._losses),
-            losses=[] if error is not None else _on_host(self._losses),
+            losses=finite,
+            non_finite_losses=finite.count(None) - losses.count(None),
             peak_memory_bytes=None if error is not None else self._peak_memory_bytes(),
             evidence=self._collector.evidence() if has_evidence and self._collector else None,
             error=None if error is None else _cause(error),
@@ -184,11 +187,6 @@ class TrialProcess:
 
 def _cause(error: BaseException) -> str:
     return str(error) if type(error) is RuntimeError and not error.__traceback__ else one_line(error)
-
-
-def _on_host(losses: Sequence[torch.Tensor | None]) -> list[float | None]:
-    found = [None if loss is None else float(loss) for loss in losses]
-    return [None if loss is None or not math.isfinite(loss) else loss for loss in found]
 
 
 def _rank_and_world() -> tuple[int, int]:

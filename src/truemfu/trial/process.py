@@ -18,9 +18,9 @@ from typing import Any
 
 import msgspec
 
-from ..errors import RecordError
 from ..integrations.run_settings import RunSettings
 from ..plain_files import read, read_end
+from ..records import read_record
 from ..remedies.facts import ORDER, RUN_FOLDER, Evidence, TrialOrder, TrialResult, result_file
 from ..report.compare.intervals import FEWEST_STEPS
 from ..sweep.process import GRACE_S, WorkerProcess, kernel_oom_kills
@@ -113,20 +113,16 @@ def _has_all_results(folder: Path) -> bool:
     first = result_file(folder, 0)
     if not first.exists():
         return False
-    world_size = _result(first).world_size
+    world_size = read_record(first, TrialResult).world_size
     return all(result_file(folder, rank).exists() for rank in range(world_size))
-
-
-def _result(file: Path) -> TrialResult:
-    try:
-        return msgspec.json.decode(read(file), type=TrialResult)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise RecordError(f"{file} is not a result of a trial: {error}") from error
 
 
 def _results(folder: Path) -> list[TrialResult]:
     """Of all ranks that left one, by rank."""
-    return sorted((_result(file) for file in folder.glob("rank-*.json")), key=lambda result: result.rank)
+    return sorted(
+        (read_record(file, TrialResult) for file in folder.glob("rank-*.json")),
+        key=lambda result: result.rank,
+    )
 
 
 def _failure(
@@ -162,6 +158,7 @@ def _measured(run: TrialRun, order: TrialOrder, results: Sequence[TrialResult]) 
         step_times_s=[row["perf/step_time"] for row in rows],
         data_waits_s=waits,
         losses=results[0].losses,
+        non_finite_losses=results[0].non_finite_losses,
         padding=1 - fmean(useful) if useful else None,
         peak_memory_bytes=max(filter(None, peaks), default=None) if is_known else None,
         world_size=results[0].world_size,

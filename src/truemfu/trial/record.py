@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import msgspec
 
+from ..records import VersionedRecord
 from ..remedies.facts import Evidence
 
 TRIAL_FILE = "trial.json"
-TRIAL_VERSION = 1
 GAINS, LOSES, UNCLEAR = "gains", "loses", "no difference shown"
 FAILED, NOT_MEASURED = "failed", "not measured"
 NOT_APPLICABLE, NOT_FROM_OUTSIDE = "does not apply", "cannot be applied from outside"
@@ -48,7 +48,9 @@ class TrialRun(msgspec.Struct, frozen=True, kw_only=True):
     data_waits_s: list[float] = []
     """Of the same steps; shorter if some are unknown."""
     losses: list[float | None] = []
-    """Of all steps."""
+    """Of all steps; None where none was seen, or it is not finite."""
+    non_finite_losses: int = 0
+    """How many of them are NaN or infinite."""
     padding: float | None = None
     """The share of tokens that are padding."""
     peak_memory_bytes: int | None = None
@@ -94,10 +96,9 @@ class TrialCase(msgspec.Struct, frozen=True, kw_only=True):
     """Of "together": which."""
 
 
-class Trial(msgspec.Struct, frozen=True, kw_only=True):
+class Trial(VersionedRecord, frozen=True, kw_only=True):
     """A whole trial."""
 
-    version: int = TRIAL_VERSION
     command: list[str]
     """Without the values of secrets."""
     ended: str
@@ -127,5 +128,5 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     """The remedies to use."""
     lines: list[str]
     """To write into the script for them."""
-    notes: list[str] = []
-    runs: list[TrialRun] = []
+    notes: list[str]
+    runs: list[TrialRun]

@@ -38,20 +38,16 @@ def plan_lines(plan: Plan, first: TrialRun, evidence: Evidence, seconds: float) 
         f"{size(evidence.peak_memory_bytes)} peak memory; the process took {first.seconds:.0f} s"
     ]
     if plan.options:
-        remedies = _several(len(plan.options), "remedy", "remedies")
-        processes = _several(plan.process_count(), "process", "processes")
+        remedies = "1 remedy" if len(plan.options) == 1 else f"{len(plan.options)} remedies"
         lines.append(
-            f"plan: {remedies} in {counted(plan.rounds, 'round')}, about {processes} and {age(seconds)}"
+            f"plan: {remedies} in {counted(plan.rounds, 'round')}, about {plan.process_count()} processes "
+            f"and {age(seconds)}"
         )
         lines += [f"  {name}: {plan.reasons[name]}" for name in plan.options]
     else:
         lines.append("plan: no remedy applies")
     lines += plan.notes
     return lines
-
-
-def _several(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"
 
 
 def row_of(case: TrialCase) -> list[str]:

@@ -23,6 +23,7 @@ from ..records import write_record
 from ..remedies.facts import UNCHANGED, Evidence, TrialOrder
 from ..remedies.table import BY_NAME, REMEDIES
 from ..report.compare.compare import CONFIDENCE
+from ..text import counted
 from .choice import best_of_each, recommended_of, why_not_together
 from .figures import beside, gain_of, loss_distance, typical_step, unchanged_difference
 from .plan import Plan, make_plan, turns
@@ -222,6 +223,11 @@ class _Session:
             return msgspec.structs.replace(case, verdict=FAILED, reason=failed.failure or "")
         if not measured:
             return case
+        usual = max((run.non_finite_losses for run in self._unchanged), default=0)
+        if (lost := max(run.non_finite_losses for run in measured)) > usual:
+            steps = counted(lost, "step")
+            reason = f"the loss is not finite in {steps}; in an unchanged run in {usual:,} at most"
+            return msgspec.structs.replace(case, verdict=FAILED, reason=reason)
         neighbours = beside(self._runs, measured)
         gain = gain_of(
             [typical_step(run.step_times_s, run.data_waits_s) for run in neighbours],

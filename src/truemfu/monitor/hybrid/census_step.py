@@ -157,21 +157,26 @@ class CensusStep:
     def interrupt(self) -> None:
         """Code outside of the step runs now: discard what was recorded, and record another step later."""
         self._quiet = 0
-        if (recording := self._recording) is not None:
-            self._recording = None
-            with suppress(Exception):
-                recording.stop()
+        if self._discarded():
             self._try_again()
 
+    def _discarded(self) -> bool:
+        """Stop without a trace; whether a step was recorded."""
+        recording, self._recording = self._recording, None
+        if recording is not None:
+            with suppress(Exception):  # whatever it says, there will be no trace
+                recording.stop()
+        return recording is not None
+
     def _try_again(self) -> None:
-        self._phase = _Phase.WAITING if self._tries < _MOST_TRIES else _Phase.DONE
-        self._quiet = 0
+        self._phase, self._quiet = _Phase.WAITING, 0
+        if self._tries >= _MOST_TRIES:
+            self._phase = _Phase.DONE
+            self._notice(f"no census of a step: each of {_MOST_TRIES} was interrupted or compiled something")
 
     def _fail(self, error: Exception) -> None:
-        recording, self._recording, self._phase = self._recording, None, _Phase.DONE
-        if recording is not None:
-            with suppress(Exception):
-                recording.stop()
+        self._discarded()
+        self._phase = _Phase.DONE
         reason = str(error) if isinstance(error, TruemfuError) else one_line(error)
         self._notice(f"no census of a step: {reason}")
 
@@ -199,13 +204,16 @@ class CensusStep:
 
     def finish(self, ordinary_step_s: float | None, padding_lost: float | None) -> None:
         """The run has ended: stop, read the trace, and write the census beside it."""
-        self.interrupt()
+        self._discarded()
         self._phase = _Phase.DONE
         if self._writer is None:
             return
         self._writer.join(_JOIN_S)
         path = self._folder / TRACE_FILE
-        if self._writer.is_alive() or not path.is_file():
+        if self._writer.is_alive():
+            self._notice(f"no census of a step: its trace was not written within {_JOIN_S:.0f} s")
+            return
+        if not path.is_file():  # its writer has given the reason
             return
         from ...census.census import census_of
 

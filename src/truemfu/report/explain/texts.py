@@ -6,31 +6,14 @@ from collections.abc import Iterator
 
 from ...census.classes import CLASSES, GAPS
 from ...census.record import Bound, Census, ClassTime, KernelRow
+from ...remedies.table import BY_NAME
 from ...run_summary.texts import Figure
 from ...text import UNKNOWN, duration, flop_rate, share
 from ..drawing.tables import Table, digits, measures, table_of, words
 
 _MOST_SHOWN = 15
 NO_PREDICTION = "Bounds, not predictions: `truemfu try` measures what a remedy gains."
-REMEDIES = {
-    "fused_optimizer": "fused optimizer",
-    "compile": "torch.compile of the model",
-    "compile_blocks": "torch.compile of its repeated blocks",
-    "cuda_graphs": "CUDA graphs",
-    "tf32": "TF32 products",
-    "autocast_bf16": "bf16 autocast",
-    "attention": "another attention kernel",
-    "channels_last": "channels_last layout",
-    "cudnn_benchmark": "cuDNN benchmark",
-    "no_checkpointing": "no activation checkpointing",
-    "loader_workers": "loader workers and prefetching",
-    "pin_memory": "pinned memory",
-    "liger": "Liger kernels",
-    "larger_batch": "larger batch",
-    "pad_vocabulary": "vocabulary padded to whole tiles",
-    "packing": "packed sequences",
-}
-"""Every remedy with a bound, in words."""
+TITLES = {name: remedy.title for name, remedy in BY_NAME.items()}
 
 
 def figures(census: Census) -> list[Figure]:
@@ -147,7 +130,7 @@ def remedies_table(census: Census) -> Table:
         "What remedies could gain at most",
         remedies(census),
         [
-            words("remedy", lambda one: REMEDIES[one.remedy]),
+            words("remedy", lambda one: TITLES[one.remedy]),
             words("at most", lambda one: at_most(one, census)),
             words("because", lambda one: one.evidence),
         ],
@@ -159,4 +142,4 @@ def not_applicable(census: Census) -> Iterator[tuple[str, str]]:
     """The other remedies, each with the reason."""
     for bound in census.bounds:
         if not bound.applies:
-            yield REMEDIES[bound.remedy], bound.evidence
+            yield TITLES[bound.remedy], bound.evidence

@@ -2,15 +2,11 @@
 
     command, in its own session ─► the trace in its folder ─► a few ordinary steps ─► TERM ─► grace ─► KILL
 
-What it prints goes to stderr. Its whole process group is ended: launchers and their ranks too.
+What it prints goes to stderr. All that it started is ended: launchers and their ranks too.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +14,7 @@ from typing import NamedTuple
 
 from ..census.record import TRACE_FILE
 from ..errors import UsageError
+from ..sweep.process import WorkerProcess
 
 GRACE_S = 10.0
 """How long the processes may take to end after SIGTERM."""
@@ -44,26 +41,22 @@ def run_until_census(
 ) -> CensusRun:
     """Run a command whose monitors write to `folder`; `on_wait` gets whether a step is recorded."""
     try:
-        process = subprocess.Popen(
-            call, env=dict(environment), stdout=_STDERR, stdin=subprocess.DEVNULL, start_new_session=True
-        )
+        process = WorkerProcess(call, environment=environment, output=_STDERR)
     except OSError as error:
         raise UsageError(f"{call[0]} cannot be started: {error.strerror}") from None
+    process.send(b"")  # its standard input is empty
     found, until_s = None, float("inf")
     try:
         while time.monotonic() < until_s:
-            try:
-                code = process.wait(_POLL_S)
-            except subprocess.TimeoutExpired:
-                on_wait(found is not None)
-            else:
+            if process.wait(_POLL_S):
                 found = found or _traced(folder)
-                return CensusRun(found, None if found else code)
+                return CensusRun(found, None if found else process.exit_code)
+            on_wait(found is not None)
             if found is None and (found := _traced(folder)) is not None:
                 until_s = time.monotonic() + ordinary_s
         return CensusRun(found, None)
     finally:
-        _end(process)
+        process.end(GRACE_S)
 
 
 def _traced(folder: Path) -> Path | None:
@@ -72,18 +65,3 @@ def _traced(folder: Path) -> Path | None:
         if trace.is_file():
             return trace.parent
     return None
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the group, whose leader may have ended before the others."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, number)
-        until_s = time.monotonic() + GRACE_S
-        while time.monotonic() < until_s:
-            process.poll()  # else the ended leader keeps its group
-            try:
-                os.killpg(process.pid, 0)
-            except (ProcessLookupError, PermissionError):
-                return
-            time.sleep(_POLL_S / 2)
