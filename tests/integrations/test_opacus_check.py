@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.integrations.run_pairs import SCRIPTS, ended, load, watched
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from truemfu import TrainingMonitor
 from truemfu.errors import TruemfuWarning
@@ -160,9 +161,22 @@ def test_an_error_of_the_model_in_the_check_ends_nothing(monitor: Any) -> None:
     assert "no private gradient was checked in 3 steps" in check.result()
 
 
+class Checkpointed(nn.Module):
+    """A re-entrant checkpoint, whose graph ends at its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = SCRIPT.Model()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = checkpoint(self.model.first, x.requires_grad_(), use_reentrant=True)
+        return self.model.second(torch.relu(hidden))
+
+
 @pytest.mark.parametrize(
     ("model", "passes", "why"),
     [
+        (Checkpointed, 1, "re-entrant checkpoints hide"),
         (lambda: SCRIPT.Model(dropout=0.5), 1, "has dropout"),
         (SCRIPT.Model, 2, "ran 2 forward passes with gradients, expected one"),
     ],
@@ -172,6 +186,26 @@ def test_what_cannot_be_compared_is_said(monitor: Any, model: Any, passes: int, 
         check = checked(monitor, model(), passes=passes)
     assert not check.checked
     assert check.result() == "no private gradient was checked in 3 steps with Opacus"
+
+
+class Scaled(SCRIPT.Model):
+    """What it gets first is shared by all samples."""
+
+    def forward(self, scales: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * scales.mean())
+
+
+def test_a_batch_whose_samples_come_later_is_not_compared(monitor: Any) -> None:
+    wrapped, optimizer, loss_of, inner = SCRIPT.private(Scaled())
+    check = OpacusCheck()
+    inner.register_step_pre_hook(lambda one, *_: check.update_begins(one, monitor))
+    for x, y in SCRIPT.batches(1):
+        loss_of(wrapped(torch.ones(2), x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with pytest.warns(TruemfuWarning, match="first tensor that its model gets does not have one entry for"):
+        loss_of(wrapped(torch.ones(2), x), y).backward()
+        optimizer.step()
 
 
 def test_another_clipping_is_not_compared(monitor: Any) -> None:

@@ -22,6 +22,7 @@ from .closed_form.flop_model import FlopModel
 from .closed_form.form import MicroBatch, ObservedForm
 from .closed_form.integers import count_of, integers_of
 from .count.count import count_flops, count_step, profile_model_flops, uncounted_notice, warn_uncounted
+from .count.data_flow import is_checkpoint
 from .count.loss import loss_of
 from .count.step_work import StepWork
 from .flop_count import FlopCount

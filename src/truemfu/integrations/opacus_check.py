@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import ModelError, one_line
-from ..flops import unwrap
+from ..flops import is_checkpoint, unwrap
 from ..private.batches import samples_of
 from ..private.check import dropouts_of, gradient_error
 from ..private.optimizer import Monitor as StepMonitor
@@ -162,6 +162,8 @@ class _ForwardPass:
             raise ModelError("its model has dropout, so a second forward pass differs")
         if _versions(self._inputs) != self._versions:
             raise ModelError("the inputs of its model have changed since its forward pass")
+        if any(is_checkpoint(node) for output in self._outputs for node in _nodes_behind(output)):
+            raise ModelError("re-entrant checkpoints hide its weights from the gradient of a single sample")
         seeds = self._seeds()
         sums = {
             name: parameter.summed_grad.view_as(parameter)
@@ -170,7 +172,9 @@ class _ForwardPass:
         }
         if len(sums) != sum(getattr(p, "summed_grad", None) is not None for p in parameters):
             raise ModelError("its optimizer trains parameters of other models too")
-        samples = next((len(g) for g in seeds.values() if g.dim()), None) or samples_of(self._inputs)
+        samples = samples_of(self._inputs)
+        if any(len(g) != samples for g in seeds.values() if g.dim()):
+            raise ModelError("the first tensor that its model gets does not have one entry for each sample")
         scale = samples if model.loss_reduction == "mean" else 1
         # A loss that the model returns is already the sample's own when the sample runs alone.
         seeds = {place: g * scale if g.dim() else g for place, g in seeds.items()}
@@ -218,16 +222,18 @@ class _ForwardPass:
 
 def _is_computed_from(one: Tensor, other: Tensor) -> bool:
     """Whether `other` is behind `one` in autograd's graph."""
-    waiting, seen = [one.grad_fn], set()
+    return one is not other and any(node is other.grad_fn for node in _nodes_behind(one))
+
+
+def _nodes_behind(tensor: Tensor) -> Iterator[Any]:
+    """Each node of autograd's graph that a tensor was computed by."""
+    waiting, seen = [tensor.grad_fn], set()
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        if node is other.grad_fn and one is not other:
-            return True
-        seen.add(node)
-        waiting += [before for before, _ in node.next_functions]
-    return False
+        if node is not None and node not in seen:
+            yield node
+            seen.add(node)
+            waiting += [before for before, _ in node.next_functions]
 
 
 def _versions(inputs: Any) -> list[int]:
