@@ -106,6 +106,8 @@ def trial(*cases: TrialCase, **more: object) -> Trial:
         "peak_memory_bytes": 2**30,
         "unchanged_runs": 3,
         "unchanged_losses_difference": 0.0,
+        "notes": [],
+        "runs": [],
         "cases": list(cases),
         "together": None,
         "together_reason": "only one remedy gained",
