@@ -1,7 +1,7 @@
 """What the integrations share: how they stay out of a trainer's way, and what they add to its log.
 
-A trainer's methods are replaced on its instance, for the time of a run, and put back. An exception in an
-integration becomes one warning and never reaches the trainer.
+What is in the place of a trainer's method, by `torch_private.replacing.replace`, gets the original first. An
+exception in an integration becomes one warning and never reaches the trainer.
 """
 
 from __future__ import annotations
@@ -27,47 +27,25 @@ def newest_figures(monitor: TrainingMonitor) -> dict[str, Any]:
     return {name: row[name] for name in LOGGED if row.get(name) is not None}
 
 
-def pausing(pause: Callable[[str], AbstractContextManager[None]], kind: str, method: _Method) -> _Method:
-    """The method, with all that runs in it left out of the step."""
+def pausing(pause: Callable[[str], AbstractContextManager[None]], kind: str) -> Callable[..., Any]:
+    """Runs a method with all that is in it left out of the step."""
 
-    @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def instead(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with pause(kind):
-            return method(*args, **kwargs)
+            return original(*args, **kwargs)
 
-    return call  # type: ignore[return-value]
+    return instead
 
 
-def noting(note: Callable[[Any], None], method: _Method) -> _Method:
-    """The method, with its result passed to `note`."""
+def noting(note: Callable[[Any], None]) -> Callable[..., Any]:
+    """Runs a method and passes its result to `note`."""
 
-    @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        result = method(*args, **kwargs)
+    def instead(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
         note(result)
         return result
 
-    return call  # type: ignore[return-value]
-
-
-def replace_method(owner: Any, name: str, replacement: Callable[..., Any]) -> Callable[[], None]:
-    """Set `replacement` on this instance alone; the result puts the former method back.
-
-    Where other code has replaced the method since, it is left alone.
-    """
-    had_own = name in vars(owner)
-    before = getattr(owner, name)
-    setattr(owner, name, replacement)
-
-    def put_back() -> None:
-        if vars(owner).get(name) is not replacement:
-            return
-        if had_own:
-            setattr(owner, name, before)
-        else:
-            delattr(owner, name)
-
-    return put_back
+    return instead
 
 
 def guarded(method: _Method) -> _Method:

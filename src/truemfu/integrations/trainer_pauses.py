@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
+from ..torch_private.replacing import replace
 from .guarded import pausing
 
 METHODS = (
@@ -46,10 +47,9 @@ class TrainerPauses:
         for entry in METHODS:
             module, class_name, name, kind = entry
             owner = getattr(sys.modules.get(module), class_name, None)
-            method = None if owner is None else vars(owner).get(name)
-            if callable(method) and entry not in self._wrapped:
+            if owner is not None and callable(vars(owner).get(name)) and entry not in self._wrapped:
                 self._wrapped.add(entry)
-                setattr(owner, name, pausing(self._pause_here, kind, method))
+                replace(owner, name, pausing(self._pause_here, kind))
 
     def _pause_here(self, kind: str) -> AbstractContextManager[None]:
         """A pause, unless another thread than the training's calls the method."""

@@ -45,9 +45,8 @@ from ..process import start_command
 from ..trainers.base import Unsupported, load_trainer
 from .environment import environment
 from .experiment import CaseRun
-from .lifetime import die_with_parent, exit_at_once, find_modules_here
 from .rank_group import is_lost_peer, join
-from .worker_report import write_line
+from .worker_process import die_with_parent, exit_at_once, find_modules_here, write_line
 
 _RANK_GRACE_S = 3
 """How long a rank may ignore SIGTERM after another one failed; the supervisor gives the worker longer."""
