@@ -23,8 +23,7 @@ from ..environment import is_disabled
 from ..monitor.monitor import TrainingMonitor
 from ..torch_private.replacing import replace
 from ..trackers.base import Tracker
-from .guarded import guarded, noting, pausing
-from .trainer_pauses import paused_methods
+from .guarded import guarded, noting, paused_methods, pausing
 
 
 def watch(

@@ -33,12 +33,11 @@ from ..monitor.ranks.this_rank import launched
 from ..remedies.facts import ORDER
 from ..torch_private.replacing import replace
 from .find_models import models_with, names_in_script, parameters_of
-from .guarded import noting
+from .guarded import TrainerPauses, noting
 from .opacus_check import OpacusCheck
 from .run_settings import RunSettings, say
 from .seen_losses import SeenLosses
 from .seen_optimizers import SeenOptimizers
-from .trainer_pauses import TrainerPauses
 
 _ZERO_3 = "ds_id"
 """An attribute of parameters that DeepSpeed's ZeRO-3 has emptied."""

@@ -6,12 +6,16 @@ exception in an integration becomes one warning and never reaches the trainer.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import sys
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import one_line, warn_once
+from ..torch_private.replacing import replace
 
 if TYPE_CHECKING:
     from ..monitor.monitor import TrainingMonitor
@@ -46,6 +50,49 @@ def noting(note: Callable[[Any], None]) -> Callable[..., Any]:
         return result
 
     return instead
+
+
+PAUSED_METHODS = (
+    ("transformers.trainer", "Trainer", "evaluate", "evaluation"),
+    ("transformers.trainer", "Trainer", "predict", "evaluation"),
+    ("transformers.trainer", "Trainer", "_save_checkpoint", "checkpoint"),
+    ("transformers.trainer", "Trainer", "save_model", "checkpoint"),
+    ("lightning.pytorch.loops.evaluation_loop", "_EvaluationLoop", "run", "evaluation"),
+    ("lightning.pytorch.trainer.trainer", "Trainer", "save_checkpoint", "checkpoint"),
+    ("pytorch_lightning.loops.evaluation_loop", "_EvaluationLoop", "run", "evaluation"),
+    ("pytorch_lightning.trainer.trainer", "Trainer", "save_checkpoint", "checkpoint"),
+    ("accelerate.accelerator", "Accelerator", "save_state", "checkpoint"),
+    ("accelerate.accelerator", "Accelerator", "save_model", "checkpoint"),
+)
+"""Evaluation and checkpoints of known trainers, which are no part of a step: module, class and method, and
+what runs in it."""
+
+
+def paused_methods(module: str) -> dict[str, str]:
+    """The methods in this module's row of the table, and what runs in each."""
+    return {name: kind for found, _, name, kind in PAUSED_METHODS if found == module}
+
+
+class TrainerPauses:
+    """Pauses in the methods of a script that is watched without an integration: each is wrapped once, on its
+    class, when its library has been imported."""
+
+    def __init__(self, pause: Callable[[str], AbstractContextManager[None]]) -> None:
+        self._pause, self._thread = pause, threading.get_ident()
+        self._wrapped: set[tuple[str, ...]] = set()
+
+    def follow(self) -> None:
+        """Wrap the methods of the libraries that have been imported since."""
+        for entry in PAUSED_METHODS:
+            module, class_name, name, kind = entry
+            owner = getattr(sys.modules.get(module), class_name, None)
+            if owner is not None and callable(vars(owner).get(name)) and entry not in self._wrapped:
+                self._wrapped.add(entry)
+                replace(owner, name, pausing(self._pause_here, kind))
+
+    def _pause_here(self, kind: str) -> AbstractContextManager[None]:
+        """A pause, unless another thread than the training's calls the method."""
+        return self._pause(kind) if threading.get_ident() == self._thread else contextlib.nullcontext()
 
 
 def guarded(method: _Method) -> _Method:

@@ -31,8 +31,7 @@ from ..monitor.config import load_config
 from ..monitor.monitor import TrainingMonitor
 from ..torch_private.replacing import replace
 from ..trackers.base import Tracker
-from .guarded import guarded, newest_figures, noting, pausing
-from .trainer_pauses import paused_methods
+from .guarded import guarded, newest_figures, noting, paused_methods, pausing
 
 TESTED_VERSIONS = "5.22"
 LOGGED_AT_END = ("median_mfu", "median_hfu", "median_tokens_per_second")
