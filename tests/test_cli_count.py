@@ -392,8 +392,8 @@ def test_amounts_are_read_as_people_write_them(run: Run, text: str, amount: floa
 
 def test_a_plan_at_a_rate_and_at_its_mfu_is_the_same() -> None:
     known = {"flops_per_token": 6e9, "gpus": 8, "peak_flops_per_s": 1e15, "peak_source": "x", "tokens": 1e12}
-    by_rate = TrainingPlan.at(**known, tokens_per_second=5e5, price_per_gpu_hour=3.0)
-    by_mfu = TrainingPlan.at(**known, mfu=by_rate.mfu, price_per_gpu_hour=3.0)
+    by_rate = TrainingPlan(**known, tokens_per_second=5e5, price_per_gpu_hour=3.0).completed()
+    by_mfu = TrainingPlan(**known, mfu=by_rate.mfu, price_per_gpu_hour=3.0).completed()
     assert by_rate.mfu == pytest.approx(6e9 * 5e5 / 8e15)
     for key, value in by_rate.as_dict().items():
         if isinstance(value, float):

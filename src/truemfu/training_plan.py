@@ -11,7 +11,7 @@ is lost to restarts, evaluation or checkpoints. HFU stays unknown: only a run sh
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from .utilization import calculate_mfu
@@ -31,41 +31,22 @@ class TrainingPlan:
     gpus: int
     peak_flops_per_s: float | None
     peak_source: str | None
-    tokens_per_second: float | None
-    mfu: float | None
-    tokens: float | None
-    price_per_gpu_hour: float | None
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    tokens: float | None = None
+    price_per_gpu_hour: float | None = None
     hfu: None = None
 
-    @classmethod
-    def at(
-        cls,
-        *,
-        flops_per_token: float,
-        gpus: int,
-        peak_flops_per_s: float | None,
-        peak_source: str | None,
-        tokens_per_second: float | None = None,
-        mfu: float | None = None,
-        tokens: float | None = None,
-        price_per_gpu_hour: float | None = None,
-    ) -> TrainingPlan:
-        """The plan at a rate or at an MFU; with neither, both are unknown."""
-        if tokens_per_second is not None:
-            peak_of_all = None if peak_flops_per_s is None else gpus * peak_flops_per_s
-            mfu = calculate_mfu(flops_per_token * tokens_per_second, 1.0, peak_of_all)
-        elif mfu is not None and peak_flops_per_s is not None:
-            tokens_per_second = mfu * gpus * peak_flops_per_s / flops_per_token
-        return cls(
-            flops_per_token=flops_per_token,
-            gpus=gpus,
-            peak_flops_per_s=peak_flops_per_s,
-            peak_source=peak_source,
-            tokens_per_second=tokens_per_second,
-            mfu=mfu,
-            tokens=tokens,
-            price_per_gpu_hour=price_per_gpu_hour,
-        )
+    def completed(self) -> TrainingPlan:
+        """With the MFU of its rate, or the rate of its MFU; with neither, both stay unknown."""
+        peak_of_all = None if self.peak_flops_per_s is None else self.gpus * self.peak_flops_per_s
+        if self.tokens_per_second is not None:
+            return replace(
+                self, mfu=calculate_mfu(self.flops_per_token * self.tokens_per_second, 1.0, peak_of_all)
+            )
+        if self.mfu is None or peak_of_all is None:
+            return self
+        return replace(self, tokens_per_second=self.mfu * peak_of_all / self.flops_per_token)
 
     @property
     def total_flops(self) -> float | None:

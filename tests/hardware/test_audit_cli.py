@@ -417,7 +417,7 @@ def test_a_command_that_fails_fails_the_audit(run: Run) -> None:
 def test_a_count_nobody_can_read_is_told(run: Run) -> None:
     result = run(*python(WRITE.format(count="{")), prints=STEP)
     assert result.code == 2
-    assert "is not a step count" in result.err
+    assert "is not a valid StepCount" in result.err
 
 
 def test_what_was_saved_is_read_again_with_its_count(run: Run, tmp_path: Path) -> None:

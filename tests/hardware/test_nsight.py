@@ -178,7 +178,7 @@ def test_the_count_of_a_process_is_read_back(tmp_path: Path) -> None:
     path.write_text('{"model_flops": 3, "hardware_flops": 4, "later": "ignored"}')
     assert read_step_count(path) == StepCount(model_flops=3, hardware_flops=4)
     path.write_text('{"model_flops": "many"}')
-    with pytest.raises(RecordError, match="is not a step count"):
+    with pytest.raises(RecordError, match="is not a valid StepCount"):
         read_step_count(path)
 
 

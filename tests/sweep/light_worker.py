@@ -19,7 +19,7 @@ from truemfu.plain_files import Descriptor
 from truemfu.records import CaseResult, Phase, Status
 from truemfu.sweep.order import Progress, WorkerOrder, append_progress, decode_order
 from truemfu.sweep.process import ANSWER_NAME
-from truemfu.sweep.worker.worker_report import send
+from truemfu.sweep.worker.worker_process import send
 
 FOLDER = Path(os.environ.get("TRUEMFU_TEST_FOLDER", "."))
 

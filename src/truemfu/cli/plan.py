@@ -83,7 +83,7 @@ def plan_of(wanted: PlanOptions, target: Target, flops: FlopCount, peak_dtype: s
         ideal_flops_per_s if wanted.device is None or _is_of_torch(wanted.device) else datasheet_flops_per_s
     )
     peak, source = peak_of(by_dtype, wanted.device)  # a device that is named is not this machine's
-    return TrainingPlan.at(
+    return TrainingPlan(
         flops_per_token=flops.model_flops / (target.samples * target.length),
         gpus=wanted.gpus,
         peak_flops_per_s=peak,
@@ -92,7 +92,7 @@ def plan_of(wanted: PlanOptions, target: Target, flops: FlopCount, peak_dtype: s
         mfu=wanted.mfu,
         tokens=wanted.tokens,
         price_per_gpu_hour=wanted.price,
-    )
+    ).completed()
 
 
 def why_no_peak(wanted: PlanOptions, by_dtype: Iterable[str]) -> str:

@@ -256,9 +256,9 @@ def _recorded_on_cluster(folder: Path) -> SweepConfig | None:
 def _run(
     config: SweepConfig, folder: Path, rerun: str, as_json: bool, *, start_over: bool | None = None
 ) -> int:
+    from ..report.drawing.documents import json_text
     from ..report.sweep.load import LoadedSweep, load_sweep, with_results
     from ..report.sweep.summary import summarize
-    from ..report.sweep.texts import json_text
     from ..sweep.paths import SweepFolder
     from ..sweep.supervisor.runner import run_sweep
     from .live import progress

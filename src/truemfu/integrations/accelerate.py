@@ -21,9 +21,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..environment import is_disabled
 from ..monitor.monitor import TrainingMonitor
+from ..torch_private.replacing import replace
 from ..trackers.base import Tracker
-from .guarded import guarded, noting, pausing, replace_method
-from .trainer_pauses import paused_methods
+from .guarded import guarded, noting, paused_methods, pausing
 
 
 def watch(
@@ -80,30 +80,24 @@ class _Steps:
         accelerator, monitor = self._accelerator, self._monitor
         self._attach(accelerator._models)
 
-        backward = accelerator.backward
-
-        def noted_backward(loss: Any, *args: Any, **kwargs: Any) -> Any:
+        def backward(original: Callable[..., Any], loss: Any, *args: Any, **kwargs: Any) -> Any:
             self._note_loss(loss)
-            return backward(loss, *args, **kwargs)
+            return original(loss, *args, **kwargs)
 
-        end_training = accelerator.end_training
-
-        def closed_end_training(*args: Any, **kwargs: Any) -> Any:
+        def end_training(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             monitor.close()
-            return end_training(*args, **kwargs)
+            return original(*args, **kwargs)
 
+        pauses = paused_methods("accelerate.accelerator")
         replacements = {
-            **{
-                name: pausing(monitor.pause, kind, getattr(accelerator, name))
-                for name, kind in paused_methods("accelerate.accelerator").items()
-            },
-            "prepare": noting(self._attach, accelerator.prepare),
-            "prepare_model": noting(self._attach, accelerator.prepare_model),
-            "clip_grad_norm_": noting(self._norms.append, accelerator.clip_grad_norm_),
-            "backward": noted_backward,
-            "end_training": closed_end_training,
+            **{name: pausing(monitor.pause, kind) for name, kind in pauses.items()},
+            "prepare": noting(self._attach),
+            "prepare_model": noting(self._attach),
+            "clip_grad_norm_": noting(self._norms.append),
+            "backward": backward,
+            "end_training": end_training,
         }
-        undo = [replace_method(accelerator, name, method) for name, method in replacements.items()]
+        undo = [replace(accelerator, name, instead) for name, instead in replacements.items()]
         hook = register_optimizer_step_post_hook(self._optimizer_stepped)
         return (hook.remove, *reversed(undo))
 

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import os
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import replace as with_values
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +31,13 @@ from ..errors import TruemfuError, one_line
 from ..monitor import created
 from ..monitor.ranks.this_rank import launched
 from ..remedies.facts import ORDER
+from ..torch_private.replacing import replace
 from .find_models import models_with, names_in_script, parameters_of
-from .guarded import noting
+from .guarded import TrainerPauses, noting
 from .opacus_check import OpacusCheck
 from .run_settings import RunSettings, say
 from .seen_losses import SeenLosses
 from .seen_optimizers import SeenOptimizers
-from .trainer_pauses import TrainerPauses
 
 _ZERO_3 = "ds_id"
 """An attribute of parameters that DeepSpeed's ZeRO-3 has emptied."""
@@ -70,14 +69,11 @@ class AutoMonitor:
         auto = cls.current = cls(settings)
         created.listeners.append(auto._monitor_made)
         auto._losses.install()
-        torch.save = auto._without_hooks(torch.save)
-        optimizers = torch.optim.Optimizer
-        optimizers.__init__ = auto._followed(optimizers.__init__, auto._optimizer_made)  # type: ignore[method-assign]
-        optimizers.add_param_group = auto._followed(  # type: ignore[method-assign]
-            optimizers.add_param_group, auto._group_added
-        )
-        nn.Module.compile = auto._followed(nn.Module.compile, auto._compiled)  # type: ignore[method-assign]
-        torch.compile = noting(auto._torch_compiled, torch.compile)
+        replace(torch, "save", auto._save)
+        replace(torch.optim.Optimizer, "__init__", auto._then(auto._optimizer_made))
+        replace(torch.optim.Optimizer, "add_param_group", auto._then(auto._group_added))
+        replace(nn.Module, "compile", auto._then(auto._compiled))
+        replace(torch, "compile", noting(auto._torch_compiled))
         register_optimizer_step_pre_hook(auto._on_step_begin)
         register_optimizer_step_post_hook(auto._on_step)
 
@@ -86,16 +82,15 @@ class AutoMonitor:
         """Why this process has no figures."""
         return "this process could not be watched" if cls.current is None else cls.current._why_nothing
 
-    def _followed(self, method: Callable[..., Any], work: Callable[[Any], None]) -> Callable[..., Any]:
-        """A method, and then `work` with its object."""
+    def _then(self, work: Callable[[Any], None]) -> Callable[..., Any]:
+        """Runs a method, and then `work` with its object."""
 
-        @functools.wraps(method)
-        def call(owner: Any, *args: Any, **kwargs: Any) -> Any:
-            result = method(owner, *args, **kwargs)
+        def instead(original: Callable[..., Any], owner: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(owner, *args, **kwargs)
             self._guarded(work, owner)
             return result
 
-        return call
+        return instead
 
     def _guarded(self, work: Callable[..., None], *args: Any) -> None:
         """Run a part of this; its exception ends the watching, not the script."""
@@ -123,18 +118,13 @@ class AutoMonitor:
         if not self._is_opening:
             self._turn_off("the script has a monitor of its own")
 
-    def _without_hooks(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that saves a model: it gets the model without our hooks."""
-
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            is_watched = self._monitor is not None and not self._is_off
-            if not is_watched or not any(map(_holds_a_module, (*args, *kwargs.values()))):
-                return function(*args, **kwargs)
-            with self._monitor.without_hooks():
-                return function(*args, **kwargs)
-
-        return call
+    def _save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A model is saved without our hooks."""
+        is_watched = self._monitor is not None and not self._is_off
+        if not is_watched or not any(map(_holds_a_module, (*args, *kwargs.values()))):
+            return original(*args, **kwargs)
+        with self._monitor.without_hooks():
+            return original(*args, **kwargs)
 
     def _optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
         self._why_nothing = "no optimizer stepped"
@@ -185,9 +175,9 @@ class AutoMonitor:
         settings = self._settings
         config = load_config(settings.config, default_mode=AUTO)
         if settings.mode is not None:
-            config = replace(config, mode=settings.mode)
+            config = with_values(config, mode=settings.mode)
         if settings.census:
-            config = replace(config, census=True)
+            config = with_values(config, census=True)
         self._is_opening = True
         try:
             monitor = TrainingMonitor(_free_folder(settings), config, trackers=settings.trackers)

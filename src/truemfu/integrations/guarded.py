@@ -1,17 +1,21 @@
 """What the integrations share: how they stay out of a trainer's way, and what they add to its log.
 
-A trainer's methods are replaced on its instance, for the time of a run, and put back. An exception in an
-integration becomes one warning and never reaches the trainer.
+What is in the place of a trainer's method, by `torch_private.replacing.replace`, gets the original first. An
+exception in an integration becomes one warning and never reaches the trainer.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import sys
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import one_line, warn_once
+from ..torch_private.replacing import replace
 
 if TYPE_CHECKING:
     from ..monitor.monitor import TrainingMonitor
@@ -27,47 +31,68 @@ def newest_figures(monitor: TrainingMonitor) -> dict[str, Any]:
     return {name: row[name] for name in LOGGED if row.get(name) is not None}
 
 
-def pausing(pause: Callable[[str], AbstractContextManager[None]], kind: str, method: _Method) -> _Method:
-    """The method, with all that runs in it left out of the step."""
+def pausing(pause: Callable[[str], AbstractContextManager[None]], kind: str) -> Callable[..., Any]:
+    """Runs a method with all that is in it left out of the step."""
 
-    @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def instead(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with pause(kind):
-            return method(*args, **kwargs)
+            return original(*args, **kwargs)
 
-    return call  # type: ignore[return-value]
+    return instead
 
 
-def noting(note: Callable[[Any], None], method: _Method) -> _Method:
-    """The method, with its result passed to `note`."""
+def noting(note: Callable[[Any], None]) -> Callable[..., Any]:
+    """Runs a method and passes its result to `note`."""
 
-    @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        result = method(*args, **kwargs)
+    def instead(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
         note(result)
         return result
 
-    return call  # type: ignore[return-value]
+    return instead
 
 
-def replace_method(owner: Any, name: str, replacement: Callable[..., Any]) -> Callable[[], None]:
-    """Set `replacement` on this instance alone; the result puts the former method back.
+PAUSED_METHODS = (
+    ("transformers.trainer", "Trainer", "evaluate", "evaluation"),
+    ("transformers.trainer", "Trainer", "predict", "evaluation"),
+    ("transformers.trainer", "Trainer", "_save_checkpoint", "checkpoint"),
+    ("transformers.trainer", "Trainer", "save_model", "checkpoint"),
+    ("lightning.pytorch.loops.evaluation_loop", "_EvaluationLoop", "run", "evaluation"),
+    ("lightning.pytorch.trainer.trainer", "Trainer", "save_checkpoint", "checkpoint"),
+    ("pytorch_lightning.loops.evaluation_loop", "_EvaluationLoop", "run", "evaluation"),
+    ("pytorch_lightning.trainer.trainer", "Trainer", "save_checkpoint", "checkpoint"),
+    ("accelerate.accelerator", "Accelerator", "save_state", "checkpoint"),
+    ("accelerate.accelerator", "Accelerator", "save_model", "checkpoint"),
+)
+"""Evaluation and checkpoints of known trainers, which are no part of a step: module, class and method, and
+what runs in it."""
 
-    Where other code has replaced the method since, it is left alone.
-    """
-    had_own = name in vars(owner)
-    before = getattr(owner, name)
-    setattr(owner, name, replacement)
 
-    def put_back() -> None:
-        if vars(owner).get(name) is not replacement:
-            return
-        if had_own:
-            setattr(owner, name, before)
-        else:
-            delattr(owner, name)
+def paused_methods(module: str) -> dict[str, str]:
+    """The methods in this module's row of the table, and what runs in each."""
+    return {name: kind for found, _, name, kind in PAUSED_METHODS if found == module}
 
-    return put_back
+
+class TrainerPauses:
+    """Pauses in the methods of a script that is watched without an integration: each is wrapped once, on its
+    class, when its library has been imported."""
+
+    def __init__(self, pause: Callable[[str], AbstractContextManager[None]]) -> None:
+        self._pause, self._thread = pause, threading.get_ident()
+        self._wrapped: set[tuple[str, ...]] = set()
+
+    def follow(self) -> None:
+        """Wrap the methods of the libraries that have been imported since."""
+        for entry in PAUSED_METHODS:
+            module, class_name, name, kind = entry
+            owner = getattr(sys.modules.get(module), class_name, None)
+            if owner is not None and callable(vars(owner).get(name)) and entry not in self._wrapped:
+                self._wrapped.add(entry)
+                replace(owner, name, pausing(self._pause_here, kind))
+
+    def _pause_here(self, kind: str) -> AbstractContextManager[None]:
+        """A pause, unless another thread than the training's calls the method."""
+        return self._pause(kind) if threading.get_ident() == self._thread else contextlib.nullcontext()
 
 
 def guarded(method: _Method) -> _Method:

@@ -26,8 +26,9 @@ from ..errors import UsageError
 from ..monitor.config import load_config
 from ..monitor.monitor import TrainingMonitor
 from ..monitor.watching.watched import CalledModels
+from ..torch_private.replacing import replace
 from ..trackers.base import Tracker
-from .guarded import guarded, newest_figures, pausing, replace_method
+from .guarded import guarded, newest_figures, pausing
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 _NORM_CLIPPING = "Precision.clip_grad_by_norm"
@@ -140,27 +141,24 @@ class _MonitoredFit:
         trainer = self.trainer
         several = len(trainer.optimizers) > 1
         self.monitor.attach(CalledModels(pl_module, are_separate=several, is_other_call=_is_redirected))
-        save_checkpoint = pausing(self.monitor.pause, "checkpoint", trainer.save_checkpoint)
-        validation = trainer.fit_loop.epoch_loop.val_loop
-        run = validation.run
 
-        def run_validation(*args: Any, **kwargs: Any) -> Any:
+        def run_validation(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             with self.evaluation as evaluation:
                 evaluation.enter_context(self.monitor.pause("evaluation"))
-                return run(*args, **kwargs)
+                return original(*args, **kwargs)
 
         self._undo += [
-            replace_method(trainer, "save_checkpoint", save_checkpoint),
-            replace_method(validation, "run", run_validation),
+            replace(trainer, "save_checkpoint", pausing(self.monitor.pause, "checkpoint")),
+            replace(trainer.fit_loop.epoch_loop.val_loop, "run", run_validation),
         ]
         plugin = trainer.precision_plugin
         if getattr(type(plugin).clip_grad_by_norm, "__qualname__", None) == _NORM_CLIPPING:
 
-            def clip_grad_by_norm(optimizer: Any, clip_val: float) -> None:
+            def clip_grad_by_norm(original: Callable[..., Any], optimizer: Any, clip_val: float) -> None:
                 norm = torch.nn.utils.clip_grad_norm_(plugin.main_params(optimizer), clip_val)
                 self._norms.append(norm)
 
-            self._undo.append(replace_method(plugin, "clip_grad_by_norm", clip_grad_by_norm))
+            self._undo.append(replace(plugin, "clip_grad_by_norm", clip_grad_by_norm))
 
     def end_batch(self, pl_module: Any, outputs: Any) -> None:
         """A micro-batch is done, and with it a step if the optimizer was called."""

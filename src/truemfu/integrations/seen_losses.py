@@ -10,13 +10,13 @@ later, without waiting for it.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ..torch_private.dispatch import hidden_from_modes
+from ..torch_private.replacing import replace
 
 
 class SeenLosses:
@@ -30,8 +30,8 @@ class SeenLosses:
 
     def install(self) -> None:
         """Follow `torch.autograd.backward`, which every `loss.backward()` calls, and loss scaling."""
-        torch.autograd.backward = self._following_backward(torch.autograd.backward)
-        torch.amp.GradScaler.scale = self._following_scale(torch.amp.GradScaler.scale)  # type: ignore[method-assign]
+        replace(torch.autograd, "backward", self._backward)
+        replace(torch.amp.GradScaler, "scale", self._scale)
 
     def take(self) -> torch.Tensor | None:
         """The loss of the step that ends now."""
@@ -46,22 +46,14 @@ class SeenLosses:
         """An optimizer has stepped: the next backward pass belongs to another gradient."""
         self._is_stepping, self._is_applied = False, True
 
-    def _following_backward(self, backward: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(backward)
-        def following(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            self._add(self._loss_in(tensors))
-            return backward(tensors, *args, **kwargs)
+    def _backward(self, original: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
+        self._add(self._loss_in(tensors))
+        return original(tensors, *args, **kwargs)
 
-        return following
-
-    def _following_scale(self, scale: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(scale)
-        def following(scaler: Any, outputs: Any) -> Any:
-            scaled = scale(scaler, outputs)
-            self._scaled = scaled, outputs
-            return scaled
-
-        return following
+    def _scale(self, original: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
+        scaled = original(scaler, outputs)
+        self._scaled = scaled, outputs
+        return scaled
 
     def _add(self, loss: torch.Tensor | None) -> None:
         if loss is None:

@@ -14,7 +14,6 @@ call of `train()`. Importing this module also makes `report_to="truemfu"` known 
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -30,9 +29,9 @@ from ..environment import is_disabled
 from ..errors import one_line, warn_once
 from ..monitor.config import load_config
 from ..monitor.monitor import TrainingMonitor
+from ..torch_private.replacing import replace
 from ..trackers.base import Tracker
-from .guarded import guarded, newest_figures, noting, pausing, replace_method
-from .trainer_pauses import paused_methods
+from .guarded import guarded, newest_figures, noting, paused_methods, pausing
 
 TESTED_VERSIONS = "5.22"
 LOGGED_AT_END = ("median_mfu", "median_hfu", "median_tokens_per_second")
@@ -43,8 +42,6 @@ _NOTED = ("training_step", "_get_grad_norm", "_get_learning_rate")
 _LOOP = ("_run_epoch", "_finalize_training")
 """Together they run all steps; an exception that leaves them ends the training."""
 _NEEDED = (*_PAUSES, *_NOTED, *_LOOP, "callback_handler", "model_wrapped")
-
-Method = Callable[..., Any]
 
 
 class TrueMFUCallback(transformers.TrainerCallback):  # type: ignore[misc]
@@ -128,19 +125,15 @@ class _Training:
         self._loss: torch.Tensor | None = None
         self._grad_norm: Any = None
         self._learning_rate: Any = None
-        self._undo: list[Callable[[], None]] = []
         monitor.attach(trainer.model_wrapped)  # what training_step calls: compiled or parallel, where it is
-        for name, note in zip(_NOTED, (self._add_loss, self._keep_norm, self._keep_rate), strict=True):
-            self._replace(trainer, name, functools.partial(noting, note))
-        for name, kind in _PAUSES.items():
-            self._replace(trainer, name, functools.partial(pausing, monitor.pause, kind))
-        for name in _LOOP:
-            self._replace(trainer, name, self._ending)
-        self._replace(trainer.callback_handler, "on_epoch_begin", self._ending)
-
-    def _replace(self, owner: Any, name: str, wrap: Callable[[Method], Method]) -> None:
-        method = getattr(owner, name)
-        self._undo.append(replace_method(owner, name, functools.wraps(method)(wrap(method))))
+        notes = (self._add_loss, self._keep_norm, self._keep_rate)
+        instead = {
+            **{name: noting(note) for name, note in zip(_NOTED, notes, strict=True)},
+            **{name: pausing(monitor.pause, kind) for name, kind in _PAUSES.items()},
+            **dict.fromkeys(_LOOP, self._ending),
+        }
+        self._undo = [replace(trainer, name, method) for name, method in instead.items()]
+        self._undo.append(replace(trainer.callback_handler, "on_epoch_begin", self._ending))
 
     @guarded
     def end_step(self, state: Any) -> None:
@@ -192,15 +185,13 @@ class _Training:
     def _keep_rate(self, rate: Any) -> None:
         self._learning_rate = rate
 
-    def _ending(self, method: Method) -> Method:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return method(*args, **kwargs)
-            except BaseException:
-                self.end()
-                raise
-
-        return call
+    def _ending(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """An exception that leaves the method ends the training."""
+        try:
+            return original(*args, **kwargs)
+        except BaseException:
+            self.end()
+            raise
 
 
 def trainer_that_calls(callback: transformers.TrainerCallback) -> Any:

@@ -1,4 +1,4 @@
-"""Replaces functions of torch while they are needed, and restores them afterwards.
+"""Replaces functions of torch, or methods of a trainer, while they are needed, and restores them afterwards.
 
 If other code has wrapped a replacement meanwhile, it stays below that code and does what the original does.
 """
@@ -19,7 +19,7 @@ Listener = TypeVar("Listener")
 
 def replace(owner: Any, name: str, instead: Callable[..., Any]) -> Callable[[], None]:
     """Run `instead(original, *args, **kwargs)` for calls of a function; the returned function ends that."""
-    original, is_active = getattr(owner, name), True
+    original, had_own, is_active = getattr(owner, name), name in vars(owner), True
 
     @functools.wraps(original)
     def ours(*args: Any, **kwargs: Any) -> Any:
@@ -28,8 +28,12 @@ def replace(owner: Any, name: str, instead: Callable[..., Any]) -> Callable[[], 
     def end() -> None:
         nonlocal is_active
         is_active = False
-        if vars(owner).get(name) is ours:
+        if vars(owner).get(name) is not ours:
+            return
+        if had_own:
             setattr(owner, name, original)
+        else:
+            delattr(owner, name)
 
     setattr(owner, name, ours)
     return end

@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from ..errors import UsageError, closest
-
 _GIB = 1 / 2**30
 _GB = 1e-9
 
@@ -51,13 +49,8 @@ PRESETS: Mapping[str, Mapping[str, tuple[str, float]]] = MappingProxyType(
 
 def rename(metrics: Mapping[str, Any], preset: str) -> dict[str, Any]:
     """The row with the names and units of `preset`, as a new dictionary."""
-    if preset not in PRESETS:
-        raise UsageError(
-            f"unknown naming preset {preset!r}; known: {', '.join(PRESETS)}{closest(preset, PRESETS)}"
-        )
-    table = PRESETS[preset]
     renamed: dict[str, Any] = {}
     for key, value in metrics.items():
-        name, factor = table.get(key, (key, 1))
+        name, factor = PRESETS[preset].get(key, (key, 1))
         renamed[name] = value if factor == 1 or value is None else value * factor
     return renamed

@@ -44,7 +44,11 @@ class MlflowTracker:
             self._client = mlflow.MlflowClient()
             self._run_id = active.info.run_id
         else:
-            self._client = mlflow.MlflowClient(None if mlflow.is_tracking_uri_set() else self._own_store())
+            store = None
+            if not mlflow.is_tracking_uri_set():
+                self._dir.mkdir(parents=True, exist_ok=True)
+                store = f"sqlite:///{(self._dir / 'mlflow.db').resolve()}"
+            self._client = mlflow.MlflowClient(store)
             self._run_id = self._create()
             self._is_ours = True
         self._tag({f"truemfu.{key}": value for key, value in run.items()})
@@ -75,10 +79,6 @@ class MlflowTracker:
         self._tag({f"truemfu.summary.{key}": value for key, value in summary.items()})
         if self._is_ours:
             self._client.set_terminated(self._run_id)
-
-    def _own_store(self) -> str:
-        self._dir.mkdir(parents=True, exist_ok=True)
-        return f"sqlite:///{(self._dir / 'mlflow.db').resolve()}"
 
     def _create(self) -> str:
         experiment = self._client.get_experiment_by_name("truemfu")

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from truemfu.records import CaseResult, Status
+from truemfu.report.drawing.documents import json_text
 from truemfu.report.sweep.figures import SweepSummary
 from truemfu.report.sweep.load import LoadedSweep, SweepEntry, entry_of, load_sweep
 from truemfu.report.sweep.summary import summarize
@@ -23,7 +24,6 @@ from truemfu.report.sweep.texts import (
     csv_text,
     failure_texts,
     headline,
-    json_text,
     markdown,
     tables_of,
 )

@@ -128,7 +128,7 @@ def measure_ceiling(
     if not 0 < seconds < math.inf:
         raise UsageError(f"seconds must be a positive number; got {seconds!r}")
     names = tuple(dict.fromkeys(dtype_name(dtype) for dtype in dtypes))
-    report = progress or _no_progress
+    report = progress or (lambda text: None)
     where: AbstractContextManager[object] = (
         torch.cuda.device(target) if target.type == "cuda" else nullcontext()
     )
@@ -204,10 +204,6 @@ def _ceiling_run(
         limited_by=limited_by(clock, pipe, seen.throttle),
         **asdict(seen),
     )
-
-
-def _no_progress(_: str) -> None:
-    """The default `progress`: does nothing."""
 
 
 def _as_device(device: torch.device | str | int | None) -> torch.device:

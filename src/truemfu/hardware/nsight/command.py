@@ -13,13 +13,15 @@ the kernels of that step and no others.
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from ...errors import RecordError, UsageError, one_line
+from ...errors import UsageError
+from ...records import read_record
 from .csv_output import MATRIX_METRIC, PIPE_METRIC, TENSOR_METRICS
 
 COUNT_VARIABLE = "TRUEMFU_AUDIT"
@@ -132,13 +134,4 @@ class StepCount(ExecutedParts, frozen=True, kw_only=True):
 
 def read_step_count(path: Path) -> StepCount | None:
     """The count the audited process wrote; None if it wrote nothing."""
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise RecordError(f"{path} cannot be read: {error.strerror}") from None
-    try:
-        return msgspec.json.decode(data, type=StepCount)
-    except msgspec.MsgspecError as error:
-        raise RecordError(f"{path} is not a step count: {one_line(error)}") from None
+    return read_record(path, StepCount) if os.path.lexists(path) else None

@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
-import msgspec
-
-from ...text import counted, duration, number, printable, share, shortened, size, some_of
-from ..drawing.markdown import markdown_tables, markdown_text
+from ...text import counted, duration, number, share, shortened, size, some_of
+from ..drawing.documents import json_text, markdown_document
 from ..drawing.tables import Table, digits, measures, table_of, words
 from .compare import FASTER, SLOWER, UNCLEAR, ComparedFigure, Comparison, Pair, Unmatched
 
@@ -231,14 +229,8 @@ def _percent(fraction: float) -> str:
 
 
 def markdown(comparison: Comparison) -> str:
-    parts = [f"# {TITLE}", markdown_text(conclusion(comparison)), *map(markdown_text, sides_of(comparison))]
-    parts += markdown_tables(tables_of(comparison))
-    parts += [f"Note: {markdown_text(remark)}" for remark in remarks(comparison)]
-    return "\n\n".join(parts) + "\n"
-
-
-def json_text(comparison: Comparison) -> str:
-    return printable(msgspec.json.format(msgspec.json.encode(comparison), indent=2).decode()) + "\n"
+    lines = [conclusion(comparison), *sides_of(comparison)]
+    return markdown_document(TITLE, lines, tables_of(comparison), remarks(comparison))
 
 
 WRITERS: Mapping[str, Callable[[Comparison], str]] = MappingProxyType(

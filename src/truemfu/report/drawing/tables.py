@@ -5,11 +5,15 @@ A cell has a text, and the value it is sorted and copied by if its text is not a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 _ENOUGH_TO_FILTER = 8
+_STRONGEST_HEAT = 60
+_WIDE = 8.0
+"""Values that differ by more are coloured on a logarithmic scale."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,3 +113,21 @@ def measures(
 
 def plain(text: str) -> Cell:
     return Cell(text=text)
+
+
+def heated(rows: Sequence[Sequence[Cell]], *, is_less_better: bool = False) -> list[list[Cell]]:
+    """The cells of a heat map with their colours, the larger the stronger; one without a value has none.
+
+    Where small values are the good ones, the scale is reversed: the strongest cell is always the best.
+    """
+    known = [cell.value for row in rows for cell in row if cell.value is not None and cell.value > 0]
+    low, high = min(known, default=0.0), max(known, default=0.0)
+    is_log = low > 0 and high / low > _WIDE
+
+    def heat(value: float) -> int:
+        if high <= low:
+            return _STRONGEST_HEAT // 2
+        part = math.log(value / low) / math.log(high / low) if is_log else (value - low) / (high - low)
+        return round(_STRONGEST_HEAT * (1 - part if is_less_better else part))
+
+    return [[replace(cell, heat=heat(cell.value)) if cell.value else cell for cell in row] for row in rows]

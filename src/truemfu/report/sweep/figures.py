@@ -63,17 +63,13 @@ class SweepTotals(msgspec.Struct, frozen=True, kw_only=True):
     ends: dict[str, int]
 
 
-class TrainerTotals(msgspec.Struct, frozen=True, kw_only=True):
+class TrainerTotals(SweepTotals, frozen=True, kw_only=True):
     """One trainer over all its experiments on one kind of device and number of GPUs."""
 
     trainer: str
     device: str | None
     gpus: int
     parallel: str | None
-    experiments: int
-    succeeded: int
-    success_rate: float
-    ends: dict[str, int]
     mean_peak_memory_common_bytes: float | None
     """Over the points that every trainer finished (ignoring those that finished none): comparable."""
     common_points: int

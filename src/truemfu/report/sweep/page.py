@@ -9,10 +9,9 @@ from pathlib import Path
 
 from ...records import OUT_OF_MEMORY, Status
 from ...text import duration, flop_rate, share, size
-from ..drawing.heat_map import heated
 from ..drawing.html import write_template
 from ..drawing.panel_chart import PanelChart, PanelSeries, Spread, panel_chart
-from ..drawing.tables import Cell, Column, Table, plain, table_of, words
+from ..drawing.tables import Cell, Column, Table, heated, plain, table_of, words
 from .figures import ExperimentFigures, SweepSummary
 from .groups import Group, groups_of
 from .texts import context_lines, experiments_table, failure_line, headline, tables_of, trainer_keys

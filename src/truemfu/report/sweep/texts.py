@@ -19,7 +19,7 @@ import msgspec
 from ...records import Status
 from ...text import UNKNOWN, duration, number, printable, share, size
 from ...training_plan import per_million_tokens
-from ..drawing.markdown import markdown_tables, markdown_text
+from ..drawing.documents import json_text, markdown_document, markdown_text
 from ..drawing.tables import Field, Table, digits, measures, table_of, words
 from .figures import (
     AgainstBaseline,
@@ -59,17 +59,13 @@ def failure_texts(summary: SweepSummary) -> list[tuple[str, list[str]]]:
 
 
 def markdown(summary: SweepSummary) -> str:
-    context = [markdown_text(line) for line in context_lines(summary)]
-    parts = ["# Profiling sweep", f"{markdown_text(headline(summary))}.", *context]
-    parts += markdown_tables(tables_of(summary))
-    if summary.failures:
-        parts.append("## Failures")
+    failures = ["## Failures"] if summary.failures else []
     for line, log in failure_texts(summary):
-        parts.append(f"- {markdown_text(line)}")
+        failures.append(f"- {markdown_text(line)}")
         if log:
-            parts.append("\n".join(f"      {printable(entry)}" for entry in log))
-    parts.extend(f"Note: {markdown_text(note)}" for note in summary.notes)
-    return "\n\n".join(parts) + "\n"
+            failures.append("\n".join(f"      {printable(entry)}" for entry in log))
+    lines = [f"{headline(summary)}.", *context_lines(summary)]
+    return markdown_document("Profiling sweep", lines, tables_of(summary), summary.notes, more=failures)
 
 
 def csv_text(summary: SweepSummary) -> str:
@@ -83,10 +79,6 @@ def csv_text(summary: SweepSummary) -> str:
     writer.writerow(fields)
     writer.writerows([_csv_cell(getattr(row, field)) for field in fields] for row in summary.experiments)
     return text.getvalue()
-
-
-def json_text(summary: SweepSummary) -> str:
-    return printable(msgspec.json.format(msgspec.json.encode(summary), indent=2).decode()) + "\n"
 
 
 WRITERS: Mapping[str, Callable[[SweepSummary], str]] = MappingProxyType(

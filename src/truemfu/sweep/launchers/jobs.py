@@ -94,13 +94,10 @@ class JobsFolder:
     def output(self, number: int | str) -> Path:
         return self.root / f"{number}.out"
 
-    def is_described(self) -> bool:
-        """Whether the batch may have been submitted: it is described before that."""
-        return os.path.lexists(self.root / _BATCH_FILE)
-
-    def read_batch(self) -> Batch:
-        """A RecordError if it cannot be read."""
-        return read_record(self.root / _BATCH_FILE, Batch)
+    def read_batch(self) -> Batch | None:
+        """None before it is described, which it is before it is submitted; a RecordError if it is damaged."""
+        path = self.root / _BATCH_FILE
+        return read_record(path, Batch) if os.path.lexists(path) else None
 
     def write_batch(self, batch: Batch) -> None:
         plain_files.replace(self.root / _BATCH_FILE, msgspec.json.encode(batch), durable=True)

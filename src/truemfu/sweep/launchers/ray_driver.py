@@ -54,6 +54,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _keep(jobs: JobsFolder, stop: threading.Event) -> int:
     batch = jobs.read_batch()
+    assert batch is not None, "a driver is started for a batch that is described"
     environment = submit_environment()
     ray = _connected(batch.settings.ray_address)
     present = jobs.listing()

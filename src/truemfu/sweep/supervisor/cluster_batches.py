@@ -57,17 +57,17 @@ def submitted_batches(folder: SweepFolder, *, tidy: bool = True) -> list[Submitt
     found = []
     for path in folder.all_jobs():
         jobs, left = JobsFolder(path), {}
-        if jobs.is_described():  # else its supervisor was killed before it submitted, or all had ended
-            try:
-                batch = jobs.read_batch()
-            except RecordError as error:
-                raise UsageError(
-                    f"{error}; its experiments may be running: restore the file, or remove {path} once they "
-                    "have ended"
-                ) from None
+        try:
+            batch = jobs.read_batch()
+        except RecordError as error:
+            raise UsageError(
+                f"{error}; its experiments may be running: restore the file, or remove {path} once they have "
+                "ended"
+            ) from None
+        if batch is not None:  # else its supervisor was killed before it submitted, or all had ended
             orders = {number: jobs.read(number, WorkerOrder) for number in jobs.listing()[".order"]}
             left = {n: order for n, order in sorted(orders.items()) if order and n < len(batch.names)}
-        if left:
+        if batch is not None and left:
             found.append(SubmittedBatch(batch=batch, jobs=jobs, left=left))
         elif tidy:
             with contextlib.suppress(OSError):  # a folder that cannot be written

@@ -58,8 +58,8 @@ def main(arguments: Sequence[str]) -> int:
     try:
         batch, order = jobs.read_batch(), jobs.read(number, WorkerOrder)
     except RecordError:
-        order = None
-    if order is None:
+        batch = order = None
+    if batch is None or order is None:
         jobs.drop_claim(number)
         print("not run: the sweep no longer waits for this experiment")
         return 0

@@ -22,7 +22,7 @@ from typing import NoReturn
 
 from ...plain_files import Descriptor, open_plain
 from ..process import ANSWER_NAME
-from .lifetime import die_with_parent, exit_at_once, find_modules_here
+from .worker_process import die_with_parent, exit_at_once, find_modules_here, send
 
 STARTED_AT_S = time.time()
 
@@ -44,7 +44,6 @@ def main() -> int:
     from ..trainers.base import TrainerSettings
     from ..trainers.standard import make_optimizer
     from .experiment import CaseRun
-    from .worker_report import send
 
     # Embeddings look up integers, which have no gradient: true for every model, so not worth a warning.
     warnings.filterwarnings("ignore", message="Full backward hook is firing")

@@ -92,11 +92,6 @@ def training_batch(model: nn.Module, request: BatchRequest) -> Batch:
     return batch
 
 
-def samples_of(batch: Batch) -> int:
-    """How many samples a batch holds: the length of its first tensor that has one."""
-    return next(len(value) for value in batch.values() if isinstance(value, Tensor) and value.dim() > 0)
-
-
 def count_target_of(case: SweepCase) -> Target:
     """The same model and batch, for counting; without values where possible."""
     target = _resolved(case)

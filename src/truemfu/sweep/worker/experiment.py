@@ -25,6 +25,7 @@ import msgspec
 import torch
 
 from ...errors import UsageError, one_line
+from ...private.batches import samples_of
 from ...records import (
     CaseResult,
     Environment,
@@ -42,7 +43,7 @@ from ..failures import status_of
 from ..order import Progress, WorkerOrder, append_progress
 from ..paths import SweepFolder
 from ..trainers.base import Trainer, load_trainer
-from .case_model import Batch, CaseModel, build_case_model, endless_batches, samples_of
+from .case_model import Batch, CaseModel, build_case_model, endless_batches
 from .environment import environment, memory, reset_peaks
 from .gradient_check import NAN_RELATIVE_ERROR, check_trainer
 from .measure import TimedPass, count_needed, count_work, summed, time_steps, together, warm_up
@@ -50,7 +51,7 @@ from .memory_limit import limit_memory
 from .models import parameter_count
 from .rank_group import ALONE, RankGroup, Value, cause_of, is_lost_peer
 from .run_files import clear_run_folder, write_events, write_trace
-from .worker_report import write_line
+from .worker_process import write_line
 
 PROBE_STEPS = 2
 

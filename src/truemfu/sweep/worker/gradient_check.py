@@ -24,13 +24,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...errors import ModelError, UsageError, one_line
+from ...private.batches import cut
 from ...records import GradientCheck, SweepCase
 from ..failures import is_out_of_memory
 from ..trainers.base import Trainer, TrainerSettings, Unsupported
 from ..trainers.standard import losses_by_sample
 from .case_model import Batch, to_device
 from .environment import reset_peaks
-from .gradient_check_model import GradientCheckModel, cut, gradient_check_model
+from .gradient_check_model import GradientCheckModel, gradient_check_model
 from .rank_group import ALONE, RankGroup
 
 TOLERANCE = 1e-4

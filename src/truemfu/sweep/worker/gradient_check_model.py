@@ -21,13 +21,14 @@ from torch import Tensor, nn
 
 from ...errors import one_line
 from ...flops import BatchRequest, BuildOptions, model_from_config, read_config
+from ...private.batches import cut, samples_of
 from ...private.check import dropouts_of
 from ...records import SweepCase
 from ..content_hash import is_path
 from ..failures import is_out_of_memory
 from ..sizes import SIZES, ModelSize
 from ..trainers.standard import losses_by_sample
-from .case_model import Batch, build_case_model, samples_of, to_device, training_batch
+from .case_model import Batch, build_case_model, to_device, training_batch
 from .models import ReferenceModel, parameter_count
 
 _SAMPLES, _LENGTH = 3, 5
@@ -142,17 +143,8 @@ def _from_factory(case: SweepCase, device: torch.device) -> GradientCheckModel:
 def _few_samples(batch: Batch) -> Batch:
     """The first three samples, or two where three would be as many as tokens."""
     lengths = {value.shape[1] for value in batch.values() if isinstance(value, Tensor) and value.dim() > 1}
-    return cut(batch, samples_of(batch), slice(_SAMPLES if _SAMPLES not in lengths else _SAMPLES - 1))
-
-
-def cut(batch: Batch, samples: int, which: slice) -> Batch:
-    """These samples of the batch; tensors without one entry per sample are shared by all."""
-    return {
-        name: value[which].contiguous()
-        if isinstance(value, Tensor) and value.dim() > 0 and len(value) == samples
-        else value
-        for name, value in batch.items()
-    }
+    few = slice(_SAMPLES if _SAMPLES not in lengths else _SAMPLES - 1)
+    return dict(cut(batch, samples_of(batch), few))
 
 
 def _repeated(batch: Batch) -> Batch:

@@ -45,9 +45,8 @@ from ..process import start_command
 from ..trainers.base import Unsupported, load_trainer
 from .environment import environment
 from .experiment import CaseRun
-from .lifetime import die_with_parent, exit_at_once, find_modules_here
 from .rank_group import is_lost_peer, join
-from .worker_report import write_line
+from .worker_process import die_with_parent, exit_at_once, find_modules_here, write_line
 
 _RANK_GRACE_S = 3
 """How long a rank may ignore SIGTERM after another one failed; the supervisor gives the worker longer."""
@@ -61,9 +60,10 @@ def run_ranks(order: WorkerOrder) -> CaseResult:
     """
     try:
         _refuse_private(order)
-        store = ReportStore()
+        store = _store()
         exit_codes = _torchrun(order, store.port)
-        reports = store.read(order.case.gpus)
+        written = [rank for rank in range(order.case.gpus) if store.check([str(rank)])]
+        reports = {rank: msgspec.json.decode(store.get(str(rank)), type=RankReport) for rank in written}
     except SignalException as stop:  # torchrun has ended the ranks
         _end_by(-stop.sigval)
     except Exception as error:
@@ -170,26 +170,10 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it failed because another rank had ended."""
 
 
-class ReportStore:
-    """Where ranks leave their reports: in the memory of the worker that started them."""
-
-    def __init__(self, port: int | None = None) -> None:
-        """Without a port: the worker's own end, on a free one."""
-        self._store = TCPStore(
-            "127.0.0.1", port or 0, is_master=port is None, timeout=_STORE_TIMEOUT, wait_for_workers=False
-        )
-        self.port: int = self._store.port
-
-    def write(self, report: RankReport) -> None:
-        """Returns when the worker has it."""
-        key = str(report.rank)
-        self._store.set(key, msgspec.json.encode(report).decode())
-        self._store.wait([key])
-
-    def read(self, ranks: int) -> dict[int, RankReport]:
-        """The reports so far, by rank."""
-        written = [rank for rank in range(ranks) if self._store.check([str(rank)])]
-        return {rank: msgspec.json.decode(self._store.get(str(rank)), type=RankReport) for rank in written}
+def _store(port: int = 0) -> TCPStore:
+    """Where ranks leave their reports: in the memory of the worker, whose own end is given no port."""
+    is_worker = port == 0
+    return TCPStore("127.0.0.1", port, is_master=is_worker, timeout=_STORE_TIMEOUT, wait_for_workers=False)
 
 
 def failed_result(order: WorkerOrder, error: BaseException) -> CaseResult:
@@ -205,22 +189,23 @@ def start() -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # so any KeyboardInterrupt was raised by a trainer
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
     find_modules_here()
-    order, store = decode_order(sys.argv[1].encode()), ReportStore(int(sys.argv[2]))
+    order, store, rank = decode_order(sys.argv[1].encode()), _store(int(sys.argv[2])), os.environ["RANK"]
     failure: BaseException | None
     try:
         group = join(order.case)
     except Exception as error:
-        write_line(f"rank {os.environ['RANK']}: {error}")
+        write_line(f"rank {rank}: {error}")
         result, failure = failed_result(order, error), error
     else:
         experiment = CaseRun(order, started_at_s=started_at_s, began_at_s=started_at_s, group=group)
         result = experiment.run()
         failure = experiment.failure
     report = RankReport(
-        rank=int(os.environ["RANK"]),
+        rank=int(rank),
         result=result,
         ended_at_s=time.time(),
         has_lost_peer=failure is not None and is_lost_peer(failure),
     )
-    store.write(report)
+    store.set(rank, msgspec.json.encode(report).decode())
+    store.wait([rank])  # until the worker has it
     exit_at_once(0 if failure is None else 1)
