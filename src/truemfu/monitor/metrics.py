@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from ..run_summary.sums import NO_PAUSES, PAUSES
+from ..run_summary.sums import NO_PAUSES, PAUSES, PHASES
 from ..utilization import share_of_peak
 from .ranks.amounts import PEAK, Amounts, Exact, exact
 from .ranks.role import WHOLE, RankRole
@@ -24,6 +24,7 @@ from .step_flops.source import StepFlops, UnknownFlops
 
 WINDOW_STEPS = 100
 _PAUSE_METRICS = {kind: f"perf/{kind}_time" for kind in PAUSES} | {"other": "perf/other_pause_time"}
+_PHASE_METRICS = {phase: f"perf/phase/{phase}" for phase in PHASES}
 
 
 class StepTime(NamedTuple):
@@ -38,6 +39,8 @@ class StepTime(NamedTuple):
     """Forward passes without gradients in that time."""
     left_out_s: Mapping[str, float] = NO_PAUSES
     """Seconds since the last step that are excluded from this one, by what ran in them."""
+    phases_s: Mapping[str, float] | str | None = None
+    """Seconds in each phase, which add up to `elapsed_s`, or why they are unknown; None if not asked for."""
 
 
 _SIZES = {
@@ -194,7 +197,7 @@ class LastAmounts:
 
 def performance(amounts: StepAmounts, time: StepTime) -> dict[str, Any]:
     """The `perf/` metrics of one step."""
-    steps, seconds, data_wait_s, between_s, forwards, left_out_s = time
+    steps, seconds, data_wait_s, between_s, forwards, left_out_s, phases_s = time
     row = amounts.timeless.copy()
     if seconds is not None and seconds > 0:
         row["perf/step_time"] = seconds / steps
@@ -210,6 +213,10 @@ def performance(amounts: StepAmounts, time: StepTime) -> dict[str, Any]:
         row["perf/forwards_between_steps"] = forwards
     for kind, paused_s in left_out_s.items():
         row[_PAUSE_METRICS[kind]] = paused_s
+    if isinstance(phases_s, str):
+        row["perf/phases_unknown"] = phases_s
+    elif phases_s is not None:
+        row.update({_PHASE_METRICS[phase]: phase_s / steps for phase, phase_s in phases_s.items()})
     return row
 
 

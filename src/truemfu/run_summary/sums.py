@@ -17,6 +17,8 @@ from typing import Any
 
 PAUSES = ("evaluation", "checkpoint", "generation", "other")
 """What runs between and inside steps without belonging to them."""
+PHASES = ("data_wait", "input", "forward", "no_grad", "backward", "clipping", "optimizer", "other")
+"""What a step does one after the other."""
 STEP_TIME, HFU = "step_time_s", "hfu"
 MEDIANS = (STEP_TIME, "mfu", HFU, "tokens_per_second", "samples_per_second", "mfu_estimate", "tflops_per_gpu")
 """The values that a summary has a median of, as `median_<name>`."""

@@ -102,12 +102,15 @@ class StepSignals:
             return None
         return next_sequence_nr() - self.first
 
-    def backward_begins(self, numbers: Sequence[int], asked: Hashable) -> None:
+    def backward_begins(self, numbers: Sequence[int], asked: Hashable, makes_graph: bool) -> None:
         """A backward pass from these nodes begins on some thread; one inside another belongs to that."""
         if self._is_here and backward_number() == -1:
             now = next_sequence_nr()
             ages = [now - n - (self._in_pause if n < self._resumed_at else 0) for n in numbers]
             self.passes = hash((self.passes, *ages, asked))
+
+    def backward_ended(self) -> None:
+        """It has returned: nothing to note."""
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """An optimizer is about to step on some thread: a hook of torch."""
@@ -164,7 +167,7 @@ class StepWatch:
         self._forks, self.signals = forks.number, StepSignals()
         self._leave = contextlib.ExitStack()
         if is_enabled:
-            self._leave.callback(backward_passes.listen(self.signals.backward_begins))
+            self._leave.callback(backward_passes.listen(self.signals))
             self._leave.callback(register_optimizer_step_pre_hook(self.signals.optimizer_steps).remove)
 
     @property
