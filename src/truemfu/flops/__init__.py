@@ -34,7 +34,7 @@ from .models.hf_config import BuildOptions, model_from_config, read_config
 from .models.lora import parse_lora
 from .models.model_view import BatchRequest, ModelView
 from .models.targets import Target, count_target, parse_dtype, resolve_target
-from .observe.observation import Observation
+from .observe.observation import OBSERVED, Observation
 from .observe.observer import StepObserver, cuda_captures, take_out_left_behind
 from .profiled.profiler import StepProfile, StepProfiler
 from .profiled.trace_step import OperatorWork, TracedWork, bytes_moved, work_of_trace

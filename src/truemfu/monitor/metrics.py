@@ -20,7 +20,7 @@ from ..run_summary.sums import NO_PAUSES, PAUSES
 from ..utilization import share_of_peak
 from .ranks.amounts import PEAK, Amounts, Exact, exact
 from .ranks.role import WHOLE, RankRole
-from .step_flops.source import StepFlops, UnknownFlops
+from .step_flops.source import ApartFlops, StepFlops, UnknownFlops
 
 WINDOW_STEPS = 100
 _PAUSE_METRICS = {kind: f"perf/{kind}_time" for kind in PAUSES} | {"other": "perf/other_pause_time"}
@@ -38,6 +38,8 @@ class StepTime(NamedTuple):
     """Forward passes without gradients in that time."""
     left_out_s: Mapping[str, float] = NO_PAUSES
     """Seconds since the last step that are excluded from this one, by what ran in them."""
+    gap_s: float | None = 0.0
+    """Those of them that the caller did not exclude: an unusual gap before the step. None if unknown."""
 
 
 _SIZES = {
@@ -69,6 +71,8 @@ class StepAmounts:
     """Whether its time is not representative: a first step, one that compiles, is profiled or observed."""
     unknown: UnknownFlops | None = None
     """Why there are no `flops`, and the estimate in their place."""
+    apart: ApartFlops | None = None
+    """What this rank did without gradients; None if the run did nothing of the kind so far."""
     observed: bool = False
     role: RankRole = WHOLE
     """Which part of these amounts is this rank's."""
@@ -161,11 +165,30 @@ class StepAmounts:
             found["perf/method"] = self.flops.method
         if self.unknown is not None:
             found["perf/mfu_unknown"] = self.unknown.reason
+        if self.apart is not None and self.apart.reason is not None:
+            found["perf/no_grad_unknown"] = self.apart.reason
+        elif self.apart is not None:
+            found["perf/no_grad_flops"] = self.apart.flops
+            found["perf/no_grad_method"] = self.apart.method
         if self.warmup:
             found["perf/warmup"] = True
         if self.observed:
             found["perf/observed"] = True
         return found
+
+    @cached_property
+    def least_s(self) -> float | None:
+        """The time of all counted work of this rank at its peak, with and without gradients."""
+        flops, apart = self.flops, self.apart
+        if flops is None or flops.peak_flops_per_s is None or apart is None or apart.least_s is None:
+            return None
+        return float(self.own[_MODEL_FLOPS]) / flops.peak_flops_per_s + apart.least_s
+
+    def whole_step_mfu(self, time: StepTime) -> float | None:
+        """All counted work of this rank over all time of the step, unusual gaps included."""
+        if self.least_s is None or not time.elapsed_s or time.gap_s is None:
+            return None
+        return self.least_s / (time.elapsed_s + time.gap_s)
 
     @cached_property
     def hfu_method(self) -> str | None:
@@ -194,7 +217,7 @@ class LastAmounts:
 
 def performance(amounts: StepAmounts, time: StepTime) -> dict[str, Any]:
     """The `perf/` metrics of one step."""
-    steps, seconds, data_wait_s, between_s, forwards, left_out_s = time
+    steps, seconds, data_wait_s, between_s, forwards, left_out_s, _ = time
     row = amounts.timeless.copy()
     if seconds is not None and seconds > 0:
         row["perf/step_time"] = seconds / steps
@@ -202,6 +225,8 @@ def performance(amounts: StepAmounts, time: StepTime) -> dict[str, Any]:
         row.update({name: amount / seconds for name, amount in amounts.rates})
         if amounts.hfu_method is not None:
             row["perf/hfu_method"] = amounts.hfu_method
+        if (whole := amounts.whole_step_mfu(time)) is not None:
+            row["perf/mfu_whole_step"] = whole
     if data_wait_s is not None:
         row["perf/data_wait"] = data_wait_s / steps
     if between_s is not None:

@@ -61,6 +61,8 @@ class StepTotals:
         if amounts.observed:  # an observed step's time is not a measurement
             return
         sums.add_values(STEP_TIME, [elapsed_s / time.steps for time, elapsed_s in timed], is_warmup=is_warmup)
+        whole = [amounts.whole_step_mfu(time) for time, _ in timed]
+        sums.add_values("mfu_whole_step", [mfu for mfu in whole if mfu is not None], is_warmup=is_warmup)
         for metric, rate in amounts.rates:
             name = metric.removeprefix("perf/")
             if metric in _RATES or name.startswith("mfu/"):

@@ -18,7 +18,16 @@ from typing import Any
 PAUSES = ("evaluation", "checkpoint", "generation", "other")
 """What runs between and inside steps without belonging to them."""
 STEP_TIME, HFU = "step_time_s", "hfu"
-MEDIANS = (STEP_TIME, "mfu", HFU, "tokens_per_second", "samples_per_second", "mfu_estimate", "tflops_per_gpu")
+MEDIANS = (
+    STEP_TIME,
+    "mfu",
+    HFU,
+    "tokens_per_second",
+    "samples_per_second",
+    "mfu_estimate",
+    "tflops_per_gpu",
+    "mfu_whole_step",
+)
 """The values that a summary has a median of, as `median_<name>`."""
 NO_PAUSES: Mapping[str, float] = MappingProxyType({})
 _RESERVOIR_SIZE = 4096

@@ -152,6 +152,7 @@ def _figures(run: RunResults) -> list[Figure]:
             for name, mfu in summary.median_mfu_by_model.items()
             if mfu is not None
         ],
+        *_whole_step(summary),
         *_estimate(summary),
         _figure(
             "model FLOP/s, median",
@@ -404,6 +405,14 @@ def _mfu_remark(summary: RunSummary) -> str:
     remark = f"the model's work, {_basis(summary)}"
     unknown = sum(summary.mfu_unknown.values())
     return f"{remark}; unknown for {unknown:,} of {summary.steps or 0:,} steps" if unknown else remark
+
+
+def _whole_step(summary: RunSummary) -> list[Figure]:
+    mfu = summary.median_mfu_whole_step
+    remark = "all counted work, also without gradients, over all time of a step"
+    return (
+        [] if mfu is None else [Figure(label="MFU, whole step", value=share(mfu), remark=remark, number=mfu)]
+    )
 
 
 def _estimate(summary: RunSummary) -> list[Figure]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from threading import get_ident
 from typing import Any
@@ -241,10 +242,14 @@ class Observation(Tally):
         self.resolve(documents)
         return self.result(method=OBSERVED)
 
-    def without_gradients(self) -> int:
-        """FLOPs of work that trains nothing: a reference model, an evaluation, the optimizer."""
+    def without_gradients(self) -> Counter[str]:
+        """Model FLOPs of work that trains nothing, by dtype: a reference model, an evaluation."""
         self.resolve()
-        return sum(entry.executed for entry in self.entries if entry.phase == APART)
+        found: Counter[str] = Counter()
+        for entry in self.entries:
+            if entry.phase == APART:
+                found[entry.dtype] += entry.needed
+        return found
 
     @property
     def before_first_batch(self) -> int:

@@ -169,6 +169,7 @@ class StepReader:
                 useful_tokens=_sum([resolved(b.useful_tokens) for b in sized]),
                 flops=flops if isinstance(flops, StepFlops) else None,
                 unknown=flops if isinstance(flops, UnknownFlops) else None,
+                apart=self._flops.without_gradients(note),
                 warmup=note.warmup,
                 observed=note.extras.observed is not None,
                 role=role,

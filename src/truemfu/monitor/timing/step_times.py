@@ -21,7 +21,10 @@ class StepTiming:
         self.gap_is_excluded = bool(excluded)
         span = span._replace(pauses=[*span.pauses, *excluded]) if excluded else span
         took = StepTime(steps, duration_s(span), *_between(gap, span, is_excluded=bool(excluded)))
-        return took._replace(left_out_s=left_out_s(span.pauses)) if span.pauses else took
+        if not span.pauses:
+            return took
+        gap_s = gap_seconds([(pause.begin, pause.end) for pause in excluded])
+        return took._replace(left_out_s=left_out_s(span.pauses), gap_s=gap_s)
 
 
 def _between(gap: Gap, span: Span, *, is_excluded: bool) -> Between:
