@@ -21,6 +21,7 @@ from .closed_form.batch_key import kind_and_sizes, lengths_in, sizes_of_lengths
 from .closed_form.flop_model import FlopModel
 from .closed_form.form import MicroBatch, ObservedForm
 from .closed_form.integers import count_of, integers_of
+from .closed_form.linear import Linear, solve
 from .count.count import count_flops, count_step, profile_model_flops, uncounted_notice, warn_uncounted
 from .count.data_flow import is_checkpoint
 from .count.loss import loss_of

@@ -40,6 +40,7 @@ from .rows.output import Output
 from .rows.row_thread import RowThread
 from .rows.rows import Rows, StepReader, peak_memory_bytes
 from .signals import write_at_signals
+from .step_flops.generate_calls import GenerationWatch
 from .step_flops.known import KnownSteps
 from .step_flops.plan import ObservationPlan
 from .step_flops.source import FlopsSource
@@ -188,6 +189,7 @@ class LiveRun:
             model=facts_of(hooks.models.roots),
         )
         self._leave_loaders = listen(between)
+        self._generation = GenerationWatch(watch, clock, between)
         if self._rank.is_first:
             output.start(self.info)
         is_held = training_lock._is_owned  # type: ignore[attr-defined]  # as threading.Condition does
@@ -221,6 +223,7 @@ class LiveRun:
         """Process the remaining steps, and end everything except the output."""
         in_closing = self._notices.in_closing
         in_closing(self._leave_loaders)
+        in_closing(self._generation.leave)
         in_closing(self.stop_observing)
         if self.steps.logged:
             in_closing(lambda: self.steps.check_models(now=True))

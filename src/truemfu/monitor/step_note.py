@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from .timing.clock import Span
 from .values.datasets import PendingDatasetMetrics
 from .values.host_values import Number
 from .watching.batch_notes import StepBatches, TensorSizes
+from .watching.generation import Generation
 
 WARMUP_STEPS = 3
 """The first steps of a run, which are not representative."""
@@ -41,8 +43,8 @@ class ObservedStep:
     def __init__(self, observation: Observation, *, is_whole: bool) -> None:
         self.observation, self.is_whole = observation, is_whole
         self.count: FlopCount | None = None
-        self.apart: Mapping[str, int] | None = None
-        """FLOPs of its work without gradients by dtype, set with the count of a whole step."""
+        self.apart: Mapping[int, Counter[str]] | None = None
+        """`Observation.without_gradients`, set with the count of a whole step."""
 
 
 class StepExtras(NamedTuple):
@@ -95,7 +97,9 @@ class StepNote(NamedTuple):
     gradients: bytes | None = None
     """Which parameters its optimizers found with a gradient, a byte for each; None if none stepped."""
     apart: tuple[TensorSizes, ...] = ()
-    """The batches of the watched modules' passes without gradients."""
+    """The batches of the watched modules' passes without gradients, but for those of `generate`."""
+    generations: tuple[Generation, ...] = ()
+    """Calls of `generate` since the last step."""
 
     @property
     def position(self) -> StepPosition:

@@ -143,6 +143,7 @@ class StepReader:
             names = [name for pending, _ in note.extras.datasets for name in pending.names]
             datasets = dataset_metrics(names, torch.cat([copy.get() for _, copy in note.extras.datasets]))
         datasets |= note.extras.metrics
+        datasets |= self._flops.generation(note)
         training = {
             "global_step": position.step,
             "training/loss": resolved(note.loss),

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from ...flops import OBSERVED, MicroBatch, ObservedForm
 from ..step_note import StepNote
+from .generation import GenerationFlops
 from .known import FORM, Unknown, key_of, micro_batches
 from .plan import ObservationPlan
 
@@ -61,8 +62,10 @@ class _Alike:
 class WorkApart:
     """Takes observed steps in order, and answers for all."""
 
-    def __init__(self, plan: ObservationPlan, notice: Callable[..., None]) -> None:
-        self._plan, self._notice = plan, notice
+    def __init__(
+        self, plan: ObservationPlan, generation: GenerationFlops, notice: Callable[..., None]
+    ) -> None:
+        self._plan, self.generation, self._notice = plan, generation, notice
         self._alike: OrderedDict[Hashable, _Alike] = OrderedDict()
         self._forms: dict[Hashable, ObservedForm] = {}
         self._agreed = self._contradicted = 0
@@ -74,8 +77,10 @@ class WorkApart:
         observed = note.extras.observed
         if observed is None or observed.count is None or not observed.is_whole:
             return
-        found = observed.apart = observed.observation.without_gradients()
-        self.is_there = self.is_there or bool(found)
+        observed.apart = observed.observation.without_gradients()
+        self.is_there = self.is_there or any(observed.apart.values())
+        self.generation.take(note.generations, observed.apart)
+        found = observed.apart[0]
         if note.batches.missing is not None or not note.batches.notes:
             return
         step, key = note.position.step, _key(note)
@@ -114,7 +119,18 @@ class WorkApart:
     def _answer(self, note: StepNote) -> ApartCount | Unknown:
         observed = note.extras.observed
         if observed is not None and observed.apart is not None:
-            return ApartCount(observed.apart, OBSERVED)
+            return ApartCount(sum(observed.apart.values(), Counter()), OBSERVED)
+        rest = self._rest(note)
+        generated = [self.generation.answer(each, None) for each in note.generations if not each.is_paused]
+        unknown = next((each for each in (rest, *generated) if isinstance(each, Unknown)), None)
+        if unknown is not None:
+            return unknown
+        known = [each for each in (rest, *generated) if not isinstance(each, Unknown)]
+        found = sum((Counter(each.by_dtype) for each in known), Counter[str]())
+        return ApartCount(found, FORM if any(each.method == FORM for each in known) else OBSERVED)
+
+    def _rest(self, note: StepNote) -> ApartCount | Unknown:
+        """The same without calls of `generate`."""
         if note.passes is None:
             return Unknown(_NOT_SEEN)
         if note.batches.missing is not None or not note.batches.notes:
@@ -134,7 +150,7 @@ class WorkApart:
 
 
 def _key(note: StepNote) -> Hashable:
-    return key_of(note), note.apart
+    return key_of(note), note.apart, len(note.generations)
 
 
 def _sizes(note: StepNote) -> list[MicroBatch]:
@@ -146,4 +162,5 @@ def _sizes(note: StepNote) -> list[MicroBatch]:
         )
         for tensors in note.apart
     ]
-    return [*micro_batches(note), *apart]
+    calls = [MicroBatch(("generate", len(note.generations)), ())] if note.generations else []
+    return [*micro_batches(note), *apart, *calls]

@@ -32,6 +32,7 @@ from ...torch_private.watching import backward_number, functorch_level
 from .. import forks
 from ..step_note import ObservedStep
 from ..watching.batch_notes import Batch, StepBatches, Template, TensorSizes, tensor_sizes
+from ..watching.generation import Generation
 from ..watching.gradients import MOST_PARAMETERS, gradients_found
 from ..watching.model_hooks import ModelHooks
 from .model_states import ModelChange, ModelStates
@@ -93,13 +94,16 @@ class StepSignals:
         self.gradients: bytes | None = None
         """Which parameters had a gradient when their optimizers stepped, a byte each; None if none did."""
         self.apart: tuple[TensorSizes, ...] = ()
-        """The batches of the watched modules' passes without gradients."""
+        """The batches of the watched modules' passes without gradients, but for those of `generate`."""
+        self.is_generating = False
+        self.generations: tuple[Generation, ...] = ()
+        """Calls of `generate` since the last step."""
 
     def begin(self) -> None:
         """A step begins on this thread."""
         self._thread, self.first = threading.get_ident(), next_sequence_nr()
         self._before_pause, self._resumed_at, self.passes, self.gradients = None, 0, 0, None
-        self.apart = ()
+        self.apart, self.generations = (), ()
 
     def nodes_made(self) -> int | None:
         """So far in this step; None if unknown."""
@@ -116,7 +120,7 @@ class StepSignals:
 
     def evaluation_begins(self, batch: Batch | None) -> None:
         """A watched module's forward pass without gradients begins on some thread."""
-        if self._is_here:
+        if self._is_here and not self.is_generating:
             sizes = () if batch is None else tensor_sizes(batch)
             is_full = len(self.apart) >= _MOST_PASSES_APART
             self.apart = ((("", (hash((self.apart, sizes)),)),),) if is_full else (*self.apart, sizes)
