@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 
 import pytest
 import torch
@@ -12,12 +12,25 @@ from truemfu.torch_private import backward_passes
 Asked = tuple[list[int], Hashable]
 
 
+class Listener:
+    def __init__(self) -> None:
+        self.begun: list[Asked] = []
+        self.ended = 0
+
+    def backward_begins(self, numbers: Sequence[int], asked: Hashable, makes_graph: bool) -> None:
+        self.begun.append((list(numbers), asked))
+
+    def backward_ended(self) -> None:
+        self.ended += 1
+
+
 @pytest.fixture
 def passes() -> Iterator[list[Asked]]:
-    found: list[Asked] = []
-    stop = backward_passes.listen(lambda numbers, asked: found.append((list(numbers), asked)))
-    yield found
+    listener = Listener()
+    stop = backward_passes.listen(listener)
+    yield listener.begun
     stop()
+    assert listener.ended == len(listener.begun)
 
 
 def loss(layer: torch.nn.Linear) -> torch.Tensor:
@@ -77,7 +90,7 @@ def test_an_error_of_the_program_is_its_own(passes: list[Asked]) -> None:
 
 def test_torch_is_left_as_it_was_after_the_last_listener() -> None:
     before = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
-    first, second = (backward_passes.listen(lambda numbers, asked: None) for _ in range(2))
+    first, second = (backward_passes.listen(Listener()) for _ in range(2))
     first()
     assert torch.autograd._engine_run_backward is not before  # type: ignore[attr-defined]
     second()

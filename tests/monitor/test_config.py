@@ -34,6 +34,7 @@ monitoring:
   dataset_metrics_freq: 11
   save_freq: 201
   census: false
+  step_phases: false
   trackers: [wandb, tensorboard]
   prometheus_address: 0.0.0.0:9465
   metric_names: composer
@@ -76,6 +77,7 @@ READ = MonitorConfig(
     fallback_to_profiler=False,
     audit=str(AUDIT),
     census=False,
+    step_phases=False,
     trackers=("wandb", "tensorboard"),
     prometheus_address="0.0.0.0:9465",
     metric_names="composer",
@@ -170,6 +172,7 @@ def test_the_defaults_are_those_of_the_specification() -> None:
         "fallback_to_profiler": True,
         "audit": None,
         "census": None,
+        "step_phases": True,
         "trackers": None,
         "prometheus_address": "127.0.0.1:9464",
         "metric_names": "truemfu",
@@ -293,7 +296,7 @@ SWITCHES = [path for path, (field, _) in SCHEMA.items() if isinstance(getattr(Mo
     ("value", "shown"), [("yes", "'yes' (str)"), (1, "1 (int)"), (0, "0 (int)"), (None, "null")]
 )
 def test_a_switch_is_true_or_false_and_nothing_like_it(path: str, value: Any, shown: str) -> None:
-    assert len(SWITCHES) == 6
+    assert len(SWITCHES) == 7
     with pytest.raises(UsageError, match=rf"^{re.escape(path)} must be a bool, true or false") as error:
         load_config(nested(path, value))
     assert str(error.value).endswith(f"; got {shown}")

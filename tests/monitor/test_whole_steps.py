@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -126,6 +126,52 @@ def test_work_that_changes_unseen_becomes_unknown(tmp_path: Path) -> None:
     assert all("perf/mfu" in row for row in rows[10:])
 
 
+def test_a_teacher_in_every_other_step_is_told_apart(tmp_path: Path) -> None:
+    """Steps look alike but for the blocks without gradients that they enter."""
+    model, teacher = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def step(number: int, pause: Any) -> None:
+        x, target = torch.randn(SAMPLES, 8), torch.zeros(SAMPLES, 4)
+        if number % 2:
+            with torch.no_grad():
+                target = teacher(x)
+        train(model, x, target)
+
+    rows = rows_of(tmp_path, step, model, 16)
+    known = {n: row["perf/no_grad_flops"] for n, row in enumerate(rows, 1) if "perf/no_grad_flops" in row}
+    assert known == {n: product(SAMPLES, teacher) * (n % 2) for n in known}
+    assert {n % 2 for n in known if "perf/observed" not in rows[n - 1]} == {0, 1}
+
+
+def test_mfu_of_training_is_of_its_own_phases(tmp_path: Path) -> None:
+    student, teacher = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def step(number: int, pause: Any) -> None:
+        x = torch.randn(SAMPLES, 8)
+        with torch.no_grad():
+            target = teacher(x)
+            time.sleep(0.02)
+        train(student, x, target)
+
+    for row in rows_of(tmp_path, step, student)[4:]:
+        training_s = sum(row.get(f"perf/phase/{name}", 0.0) for name in ("forward", "backward", "optimizer"))
+        assert row["perf/mfu_training"] * training_s * 1e12 == pytest.approx(2 * product(SAMPLES, student))
+        assert row["perf/mfu_training"] > 2 * row["perf/mfu"]
+        assert row["perf/phase/no_grad"] > 0.02
+
+
+def test_without_phases_there_is_no_mfu_of_training(tmp_path: Path) -> None:
+    model = nn.Linear(8, 4)
+    config = {"monitoring": {"peak_tflops": PEAK_TFLOPS, "step_phases": False}}
+    with TrainingMonitor(tmp_path, config, model=model) as monitor:
+        for number in range(6):
+            train(model, torch.randn(4, 8), torch.zeros(4, 4))
+            monitor.log_step(number, 0, 0.0, None, 0.1)
+        monitor.save_logs()
+        assert "perf/mfu" in monitor.last
+        assert "perf/mfu_training" not in monitor.last
+
+
 def test_a_declared_pause_is_outside_of_the_whole_step(tmp_path: Path) -> None:
     model, teacher = nn.Linear(8, 4), nn.Linear(8, 4)
 
@@ -133,8 +179,8 @@ def test_a_declared_pause_is_outside_of_the_whole_step(tmp_path: Path) -> None:
         x = torch.randn(SAMPLES, 8)
         with torch.no_grad():
             target = teacher(x)
-        with pause("evaluation") if number % 2 else contextlib.nullcontext(), torch.no_grad():
-            if number % 2:
+        if number % 2:
+            with pause("evaluation"), torch.no_grad():
                 model(torch.randn(100, 8))
         train(model, x, target)
 

@@ -60,6 +60,7 @@ class MonitorConfig:
     fallback_to_profiler: bool = True
     audit: str | None = None
     census: bool | None = None
+    step_phases: bool = True
     trackers: tuple[str, ...] | None = None
     prometheus_address: str = "127.0.0.1:9464"
     metric_names: str = "truemfu"
@@ -235,6 +236,7 @@ SCHEMA: Mapping[str, tuple[str, Callable[[str, Any], Any]]] = {
     "monitoring.performance_monitoring.hybrid_mode.fallback_to_profiler": ("fallback_to_profiler", _switch),
     "monitoring.performance_monitoring.hybrid_mode.audit": ("audit", _audit),
     "monitoring.census": ("census", _switch_or_unset),
+    "monitoring.step_phases": ("step_phases", _switch),
     "monitoring.trackers": ("trackers", _names),
     "monitoring.prometheus_address": ("prometheus_address", _address),
     "monitoring.metric_names": ("metric_names", _one_of(*METRIC_NAMES)),

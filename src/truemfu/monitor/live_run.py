@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..convention import Convention
 from ..errors import one_line
@@ -24,7 +25,7 @@ from ..hardware.counters.executed import executed_method, has_rate
 from ..hardware.detect import spec_of
 from ..hardware.nsight.audited import AuditedKernels
 from ..hardware.nsight.command import COUNT_VARIABLE
-from ..torch_private.loading import listen
+from ..torch_private import backward_passes, loading, phase_changes
 from . import forks
 from .config import AUTO, MonitorConfig
 from .hybrid.audit_step import AuditStep
@@ -49,6 +50,7 @@ from .step_recorder import StepRecorder
 from .summary import info_of, summary_of
 from .timing.between_steps import BetweenSteps
 from .timing.clock import StepClock, clock_for
+from .timing.phases import StepPhases
 from .values.host_values import HostValues
 from .values.intake import Intake
 from .values.sending import ValueSender
@@ -88,6 +90,8 @@ class LiveRun:
         about_figures = notices if self._rank.is_first else self._rank.note
         self._clock = clock = StepClock(clock_for(device), now_s=_now_s)
         between.mark_with(clock)
+        self._leave_torch = contextlib.ExitStack()
+        phases = _watched_phases(clock, between, self._leave_torch) if config.step_phases else None
         counters, why_no_hfu = _opened_counters(config, device, about_figures)
         has_hfu = counters is not None and why_no_hfu is None
         self._no_waterfall: list[str] = []
@@ -151,6 +155,7 @@ class LiveRun:
             hardware=self._hardware,
             audit=self._audit,
             measured_peak_flops_per_s=None if peak is None else peak * 1e12,
+            has_phases=config.step_phases,
             notices=notices,
         )
         self._rows = Rows(
@@ -178,6 +183,7 @@ class LiveRun:
             census=self._census,
             rank=self._rank,
             rows=self._row_thread,
+            phases=phases,
             notices=notices,
         )
         self._description = info_of(
@@ -188,8 +194,8 @@ class LiveRun:
             rank=self._rank.rank,
             model=facts_of(hooks.models.roots),
         )
-        self._leave_loaders = listen(between)
-        self._generation = GenerationWatch(watch, clock, between)
+        self._leave_torch.callback(loading.listen(between))
+        self._leave_torch.callback(GenerationWatch(watch, clock, between).leave)
         if self._rank.is_first:
             output.start(self.info)
         is_held = training_lock._is_owned  # type: ignore[attr-defined]  # as threading.Condition does
@@ -222,8 +228,7 @@ class LiveRun:
     def finish(self) -> None:
         """Process the remaining steps, and end everything except the output."""
         in_closing = self._notices.in_closing
-        in_closing(self._leave_loaders)
-        in_closing(self._generation.leave)
+        in_closing(self._leave_torch.close)
         in_closing(self.stop_observing)
         if self.steps.logged:
             in_closing(lambda: self.steps.check_models(now=True))
@@ -308,6 +313,18 @@ class LiveRun:
                 "the run ended before they were processed": self._row_thread.stranded_steps,
             },
         )
+
+
+def _watched_phases(clock: StepClock, between: BetweenSteps, leave: contextlib.ExitStack) -> StepPhases:
+    """The phases of this thread's steps, told of what torch does until `leave` is closed."""
+    phases = StepPhases(clock, between)
+    between.tell(phases)
+    leave.callback(between.tell, None)
+    leave.callback(backward_passes.listen(phases))
+    leave.callback(phase_changes.listen(phases))
+    leave.callback(register_optimizer_step_pre_hook(phases.optimizer_begins).remove)
+    leave.callback(register_optimizer_step_post_hook(phases.optimizer_ended).remove)
+    return phases
 
 
 def _opened_counters(

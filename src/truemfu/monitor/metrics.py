@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from ..run_summary.sums import NO_PAUSES, PAUSES
+from ..run_summary.sums import NO_PAUSES, PAUSES, PHASES
 from ..utilization import share_of_peak
 from .ranks.amounts import PEAK, Amounts, Exact, exact
 from .ranks.role import WHOLE, RankRole
@@ -24,6 +24,8 @@ from .step_flops.source import ApartFlops, StepFlops, UnknownFlops
 
 WINDOW_STEPS = 100
 _PAUSE_METRICS = {kind: f"perf/{kind}_time" for kind in PAUSES} | {"other": "perf/other_pause_time"}
+_TRAINING_PHASES = ("forward", "backward", "clipping", "optimizer")
+_PHASE_METRICS = {phase: f"perf/phase/{phase}" for phase in PHASES}
 
 
 class StepTime(NamedTuple):
@@ -38,6 +40,8 @@ class StepTime(NamedTuple):
     """Forward passes without gradients in that time."""
     left_out_s: Mapping[str, float] = NO_PAUSES
     """Seconds since the last step that are excluded from this one, by what ran in them."""
+    phases_s: Mapping[str, float] | str | None = None
+    """Seconds in each phase, which add up to `elapsed_s`, or why they are unknown; None if not asked for."""
     gap_s: float | None = 0.0
     """Those of them that the caller did not exclude: an unusual gap before the step. None if unknown."""
 
@@ -177,18 +181,28 @@ class StepAmounts:
         return found
 
     @cached_property
-    def least_s(self) -> float | None:
-        """The time of all counted work of this rank at its peak, with and without gradients."""
-        flops, apart = self.flops, self.apart
-        if flops is None or flops.peak_flops_per_s is None or apart is None or apart.least_s is None:
+    def _least_training_s(self) -> float | None:
+        """The time of this rank's model FLOPs at its peak."""
+        flops = self.flops
+        if flops is None or flops.peak_flops_per_s is None:
             return None
-        return float(self.own[_MODEL_FLOPS]) / flops.peak_flops_per_s + apart.least_s
+        return float(self.own[_MODEL_FLOPS]) / flops.peak_flops_per_s
 
     def whole_step_mfu(self, time: StepTime) -> float | None:
         """All counted work of this rank over all time of the step, unusual gaps included."""
-        if self.least_s is None or not time.elapsed_s or time.gap_s is None:
+        apart = self.apart
+        if apart is None or apart.least_s is None or self._least_training_s is None:
             return None
-        return self.least_s / (time.elapsed_s + time.gap_s)
+        if not time.elapsed_s or time.gap_s is None:
+            return None
+        return (self._least_training_s + apart.least_s) / (time.elapsed_s + time.gap_s)
+
+    def training_mfu(self, time: StepTime) -> float | None:
+        """The work of this rank's training over the time of the phases that do it."""
+        if self._least_training_s is None or not isinstance(time.phases_s, Mapping):
+            return None
+        seconds = sum(time.phases_s.get(phase, 0.0) for phase in _TRAINING_PHASES)
+        return self._least_training_s / seconds if seconds > 0 else None
 
     @cached_property
     def hfu_method(self) -> str | None:
@@ -217,7 +231,7 @@ class LastAmounts:
 
 def performance(amounts: StepAmounts, time: StepTime) -> dict[str, Any]:
     """The `perf/` metrics of one step."""
-    steps, seconds, data_wait_s, between_s, forwards, left_out_s, _ = time
+    steps, seconds, data_wait_s, between_s, forwards, left_out_s, phases_s, _ = time
     row = amounts.timeless.copy()
     if seconds is not None and seconds > 0:
         row["perf/step_time"] = seconds / steps
@@ -227,6 +241,8 @@ def performance(amounts: StepAmounts, time: StepTime) -> dict[str, Any]:
             row["perf/hfu_method"] = amounts.hfu_method
         if (whole := amounts.whole_step_mfu(time)) is not None:
             row["perf/mfu_whole_step"] = whole
+        if (training := amounts.training_mfu(time)) is not None:
+            row["perf/mfu_training"] = training
     if data_wait_s is not None:
         row["perf/data_wait"] = data_wait_s / steps
     if between_s is not None:
@@ -235,6 +251,10 @@ def performance(amounts: StepAmounts, time: StepTime) -> dict[str, Any]:
         row["perf/forwards_between_steps"] = forwards
     for kind, paused_s in left_out_s.items():
         row[_PAUSE_METRICS[kind]] = paused_s
+    if isinstance(phases_s, str):
+        row["perf/phases_unknown"] = phases_s
+    elif phases_s is not None:
+        row.update({_PHASE_METRICS[phase]: phase_s / steps for phase, phase_s in phases_s.items()})
     return row
 
 

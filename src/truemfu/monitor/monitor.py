@@ -95,7 +95,13 @@ class TrainingMonitor:
             close_monitor=self.close,
             notice=self._notices,
         )
-        self._hooks = ModelHooks(self._on_forward, self._on_evaluation, self._on_forward_end, self._notices)
+        self._hooks = ModelHooks(
+            self._on_forward,
+            self._on_evaluation,
+            self._on_forward_end,
+            self._notices,
+            ends_always=self.config.step_phases,
+        )
         self._measuring = Measuring(self.config, self._notices)
         self._between = BetweenSteps(now_s=_now_s)
         self._datasets = DatasetMetrics(notice=self._notices)

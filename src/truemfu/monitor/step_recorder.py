@@ -35,6 +35,7 @@ from .step_note import (
 )
 from .timing.between_steps import BetweenSteps
 from .timing.clock import StepClock, TimeMark
+from .timing.phases import StepPhases
 from .values.datasets import PendingDatasetMetrics
 from .values.intake import LARGEST_STEP, Intake
 from .watching.batch_notes import Batch, BatchNotes, StepBatches, Template, TensorSizes
@@ -110,8 +111,10 @@ class StepRecorder:
         census: CensusStep | None,
         rank: ThisRank,
         rows: RowThread,
+        phases: StepPhases | None,
         notices: Notices,
     ) -> None:
+        self._phases = phases
         self._hooks, self._measuring, self._between, self._clock = hooks, measuring, between, clock
         self.intake, self.batches, self.watch = intake, batches, watch
         self._counters, self._audit, self._rank = counters, audit, rank
@@ -176,6 +179,8 @@ class StepRecorder:
         """A forward pass of a watched module begins; whether its end is to be told."""
         if self._census is not None:
             self._census.end_if_long()
+        if is_training and self._phases is not None:
+            self._phases.forward_begins()
         observer = self.watch.observer
         if observer is None:
             return False
@@ -184,6 +189,8 @@ class StepRecorder:
 
     def pass_ends(self) -> None:
         """It has ended, by return or exception."""
+        if self._phases is not None:
+            self._phases.forward_ends()
         observer = self.watch.observer
         if observer is not None:
             observer.pass_ends()

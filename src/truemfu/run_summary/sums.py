@@ -17,6 +17,8 @@ from typing import Any
 
 PAUSES = ("evaluation", "checkpoint", "generation", "other")
 """What runs between and inside steps without belonging to them."""
+PHASES = ("data_wait", "input", "forward", "no_grad", "backward", "clipping", "optimizer", "other")
+"""What a step does one after the other."""
 STEP_TIME, HFU = "step_time_s", "hfu"
 MEDIANS = (
     STEP_TIME,
@@ -27,6 +29,7 @@ MEDIANS = (
     "mfu_estimate",
     "tflops_per_gpu",
     "mfu_whole_step",
+    "mfu_training",
 )
 """The values that a summary has a median of, as `median_<name>`."""
 NO_PAUSES: Mapping[str, float] = MappingProxyType({})

@@ -37,6 +37,7 @@ from ..totals import StepTotals
 from ..values.datasets import dataset_metrics
 from ..values.host_values import is_there, resolved
 from ..watching.batch_notes import BatchNote
+from ..watching.compilations import compilations
 from ..watching.watched import is_of_first_module
 from .frequency import StepsOrSeconds
 from .held_rows import HeldRows
@@ -79,12 +80,13 @@ class StepReader:
         hardware: HardwareWindows | None,
         audit: AuditStep | None,
         measured_peak_flops_per_s: float | None,
+        has_phases: bool,
         notices: Notices,
     ) -> None:
         self._clock, self._flops, self._plan, self._rank = clock, flops, plan, rank
         self._hardware, self._audit, self._notices = hardware, audit, notices
         self._measured_peak_flops_per_s = measured_peak_flops_per_s
-        self._times = StepTiming()
+        self._times = StepTiming(has_phases=has_phases)
         self._unlearned: deque[StepNote] = deque(maxlen=_MOST_UNLEARNED)
         """Observed steps whose counts are not known yet; rows before them may wait for these."""
         self._last_counted, self._last_executed = LastAmounts(), LastAmounts()
@@ -128,7 +130,7 @@ class StepReader:
         """The next step, which is ready."""
         position = note.position
         counted = self._with_mask(note, self._counted(note))
-        took = self._times.of(position.steps, note.span, note.gap)
+        took = self._times.of(position.steps, note.span, note.gap, has_compiled_code=bool(compilations()))
         if self._hardware is not None:
             if self._times.gap_is_excluded:
                 self._hardware.interrupted()

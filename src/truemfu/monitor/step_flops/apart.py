@@ -1,14 +1,14 @@
 """What is known of a step's work without gradients: reference and reward models, a teacher, an evaluation.
 
     observed as a whole                                   its own integers, by dtype
-    the same batches, and the same passes of the watched  those of observed steps, once repeated observations
-    models without gradients                              agree; a later one that contradicts them ends that
+    the same batches, passes of the watched models        those of observed steps, once repeated observations
+    without gradients, and blocks without gradients       agree; a later one that contradicts them ends that
     other sizes of both                                   the form fitted to observed steps, as for training
     else                                                  unknown, with the reason
 
 No model has to be named: an observed step shows every operator. Between observed steps only passes of the
-watched models show, so work of other models that comes and goes while the batches stay the same is noticed
-at the next observation. Lives on the row side.
+watched models show, and how many blocks without gradients a step entered. What a block does may change while
+these stay the same: that is noticed at the next observation. Lives on the row side.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from ...flops import OBSERVED, MicroBatch, ObservedForm
 from ..step_note import StepNote
+from ..timing.phases import NO_GRAD
 from .generation import GenerationFlops
 from .known import FORM, Unknown, key_of, micro_batches
 from .plan import ObservationPlan
@@ -69,13 +70,22 @@ class WorkApart:
         self._alike: OrderedDict[Hashable, _Alike] = OrderedDict()
         self._forms: dict[Hashable, ObservedForm] = {}
         self._agreed = self._contradicted = 0
+        self._tried: set[Hashable] = set()
+        """Kinds of steps of which one was observed, with whatever result."""
         self.is_there = False
         """Whether any step so far did such work."""
 
     def take(self, note: StepNote) -> None:
-        """Learn from an observed step that was counted."""
+        """Learn from an observed step."""
         observed = note.extras.observed
-        if observed is None or observed.count is None or not observed.is_whole:
+        if observed is None or not observed.is_whole:
+            return
+        if len(self._tried) > _MOST_KEPT:
+            self._tried.clear()
+        for kind in (_key(note), _signs(note)):
+            self._tried.add(kind)
+            self._plan.known_kind(kind)
+        if observed.count is None:
             return
         observed.apart = observed.observation.without_gradients()
         self.is_there = self.is_there or any(observed.apart.values())
@@ -93,7 +103,7 @@ class WorkApart:
             alike.by_dtype, alike.varies = found, alike.varies or not agrees
             alike.repeats = alike.repeats + 1 if agrees else 0
         if all(batch.lengths is not None for batch in note.batches.notes):
-            form = self._forms.setdefault((note.state, note.passes), ObservedForm())
+            form = self._forms.setdefault((note.state, note.passes, _signs(note)), ObservedForm())
             agrees = form.add(_sizes(note), found) and agrees
         self._agreed += agrees and not is_new
         if self.is_there and not self._agreed:
@@ -109,10 +119,10 @@ class WorkApart:
     def answer(self, note: StepNote) -> ApartCount | Unknown:
         """The FLOPs of a step's work without gradients; steps of an unknown kind are to be observed."""
         found = self._answer(note)
-        kind = "without gradients", tuple([batch.template.number for batch in note.batches.notes]), note.apart
+        kind = _key(note) if self.is_there else _signs(note)
         if not isinstance(found, Unknown):
             self._plan.known_kind(kind)
-        elif found.reason == _NOT_OBSERVED:
+        elif found.reason == _NOT_OBSERVED and kind not in self._tried:
             self._plan.unknown_kind(note.number, kind)
         return found
 
@@ -142,7 +152,7 @@ class WorkApart:
             if self._agreed > 2 * self._contradicted or alike.repeats >= _FEWEST_REPEATS:
                 return ApartCount(alike.by_dtype, OBSERVED)
             return Unknown(_VARIES if self._contradicted else _NOT_REPEATED)
-        form = self._forms.get((note.state, note.passes))
+        form = self._forms.get((note.state, note.passes, _signs(note)))
         if form is None or any(batch.lengths is None for batch in note.batches.notes):
             return Unknown(_NOT_OBSERVED)
         found = form.predict(_sizes(note))
@@ -150,7 +160,13 @@ class WorkApart:
 
 
 def _key(note: StepNote) -> Hashable:
-    return key_of(note), note.apart, len(note.generations)
+    return key_of(note), note.apart, _signs(note)
+
+
+def _signs(note: StepNote) -> Hashable:
+    """What shows of such work without the sizes of batches."""
+    blocks = sum(phase == NO_GRAD for _, phase in note.span.changes)
+    return "without gradients", len(note.apart), len(note.generations), blocks
 
 
 def _sizes(note: StepNote) -> list[MicroBatch]:
@@ -162,5 +178,4 @@ def _sizes(note: StepNote) -> list[MicroBatch]:
         )
         for tensors in note.apart
     ]
-    calls = [MicroBatch(("generate", len(note.generations)), ())] if note.generations else []
-    return [*micro_batches(note), *apart, *calls]
+    return [*micro_batches(note), *apart]

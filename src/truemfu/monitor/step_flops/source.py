@@ -166,9 +166,11 @@ class FlopsSource:
 
     def without_gradients(self, note: StepNote) -> ApartFlops | None:
         """The FLOPs of a step's work without gradients; None if no step so far did any."""
-        if self._config.estimates_only or not (self.apart.is_there or note.generations):
+        if self._config.estimates_only or not note.measured:
             return None
         found = self.apart.answer(note)
+        if not (self.apart.is_there or note.generations):
+            return None
         if isinstance(found, Unknown):
             return ApartFlops(reason=found.reason)
         peak = self._peak(found.by_dtype)[0] if found.flops else None

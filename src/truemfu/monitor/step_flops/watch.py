@@ -111,7 +111,7 @@ class StepSignals:
             return None
         return next_sequence_nr() - self.first
 
-    def backward_begins(self, numbers: Sequence[int], asked: Hashable) -> None:
+    def backward_begins(self, numbers: Sequence[int], asked: Hashable, makes_graph: bool) -> None:
         """A backward pass from these nodes begins on some thread; one inside another belongs to that."""
         if self._is_here and backward_number() == -1:
             now = next_sequence_nr()
@@ -124,6 +124,9 @@ class StepSignals:
             sizes = () if batch is None else tensor_sizes(batch)
             is_full = len(self.apart) >= _MOST_PASSES_APART
             self.apart = ((("", (hash((self.apart, sizes)),)),),) if is_full else (*self.apart, sizes)
+
+    def backward_ended(self) -> None:
+        """It has returned: nothing to note."""
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """An optimizer is about to step on some thread: a hook of torch."""
@@ -180,7 +183,7 @@ class StepWatch:
         self._forks, self.signals = forks.number, StepSignals()
         self._leave = contextlib.ExitStack()
         if is_enabled:
-            self._leave.callback(backward_passes.listen(self.signals.backward_begins))
+            self._leave.callback(backward_passes.listen(self.signals))
             self._leave.callback(register_optimizer_step_pre_hook(self.signals.optimizer_steps).remove)
 
     @property

@@ -24,7 +24,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -43,6 +43,16 @@ _MOST_WAITS = 64
 """Waits stored separately per step; further ones are added to the last."""
 _thread = threading.get_ident
 _is_grad_enabled = torch.is_grad_enabled
+
+
+class WaitListener(Protocol):
+    """Is told of each wait for data on the training thread, also of those inside a step."""
+
+    def wait_begins(self) -> None:
+        """A batch is requested from a loader."""
+
+    def wait_ends(self, *, has_batch: bool) -> None:
+        """The loader has returned."""
 
 
 class Wait(NamedTuple):
@@ -150,6 +160,7 @@ class BetweenSteps:
         "_depth",
         "_evaluated_after",
         "_first",
+        "_listener",
         "_now_s",
         "end_s",
         "first_s",
@@ -175,6 +186,7 @@ class BetweenSteps:
         self._depth = 0
         self._began_s = 0.0
         self._clock: StepClock | None = None
+        self._listener: WaitListener | None = None
         self._first: TimeMark | None = None
         self._began: TimeMark | None = None
         self._evaluated_after: TimeMark | None = None
@@ -188,6 +200,10 @@ class BetweenSteps:
     def mark_with(self, clock: StepClock) -> None:
         """Place marks at the ends of gaps and waits from now on."""
         self._clock = clock
+
+    def tell(self, listener: WaitListener | None) -> None:
+        """Tell this one of waits from now on."""
+        self._listener = listener
 
     def shift(self, seconds: float) -> None:
         """Exclude time since the last step that is reported elsewhere."""
@@ -206,12 +222,16 @@ class BetweenSteps:
             last = None if self._clock is None else self._clock.last
             is_near = last is not None and self._began_s - last.host_s < _SHORT_WAIT_S
             self._began = last if is_near and last is not self._evaluated_after else self._mark()
+        if self._listener is not None:
+            self._listener.wait_begins()
 
     def wait_ends(self, *, has_batch: bool, is_given: bool = False) -> None:
         """It has returned; without a batch (exhausted, an error) that was not a wait for data."""
         if _thread() != self.thread or not self._depth:
             return
         self._depth -= 1
+        if self._listener is not None and not self._depth:
+            self._listener.wait_ends(has_batch=has_batch)
         if self._depth or self.is_paused or not has_batch or not (is_given or _is_grad_enabled()):
             return
         waits, ended_s, marks = self.waits, self._now_s(), None

@@ -26,8 +26,11 @@ from ...torch_private import table
 from ...torch_private.watching import current_stream_data
 
 _CAPTURE_MODE_RELAXED = 2
-_MAX_EVENTS = 20_000
-"""The most events that have not been read: more than the number of pending steps."""
+_MAX_EVENTS = 40_000
+"""The most events that have not been read: more than the number of pending steps. Changes of phase get one
+only while half of them are free, so that they take none from the ends of steps."""
+MOST_CHANGES = 2000
+"""Changes of phase that are noted in one step."""
 
 
 class Event(Protocol):
@@ -57,7 +60,7 @@ class HostClock:
 
     source = "host clock"
 
-    def mark(self, now_s: float) -> TimeMark:
+    def mark(self, now_s: float, *, is_change: bool = False) -> TimeMark:
         """This moment."""
         return TimeMark(now_s, None, now_s)
 
@@ -134,9 +137,9 @@ class CudaClock:
         self._last_s = self._latest_s = 0.0
         """The time of the last event that was read, and the latest time so far."""
 
-    def mark(self, now_s: float) -> TimeMark:
+    def mark(self, now_s: float, *, is_change: bool = False) -> TimeMark:
         """The current position in the queue; its time is unknown if no event could be placed."""
-        if len(self._unread) >= _MAX_EVENTS:
+        if len(self._unread) >= (_MAX_EVENTS // 2 if is_change else _MAX_EVENTS):
             return TimeMark(now_s, None)
         spare = self._free.pop() if self._free else None
         event = self._queue.record(spare)
@@ -195,11 +198,15 @@ class Pause(NamedTuple):
 
 
 class Span(NamedTuple):
-    """The marks of one step: `begin` is None for a first step whose beginning was not seen."""
+    """The marks of one step: `begin` is None for a first step whose beginning was not seen.
+
+    `changes` has the phase that begins at each mark; every step begins in the phase "other".
+    """
 
     begin: TimeMark | None
     end: TimeMark
     pauses: Sequence[Pause]
+    changes: Sequence[tuple[TimeMark, str]] = ()
 
 
 class StepClock:
@@ -210,20 +217,36 @@ class StepClock:
     ) -> None:
         self.clock = clock
         self._now_s = now_s
-        self._begin: TimeMark | None = None
+        self.begun: TimeMark | None = None
+        """Where the step that goes on began; None before the first one."""
         self._pauses: Sequence[Pause] = ()
+        self._changes: list[tuple[TimeMark, str]] = []
         self.last: TimeMark | None = None
-        """The last mark that was placed."""
+        """The last mark that was placed at an end of a step, a gap or a pause."""
+        self.phase = "other"
+        """The phase of the step that goes on."""
 
     def begin(self) -> None:
         """The first forward pass starts: the first step begins here, later ones where the last one ended."""
-        if self._begin is None:
-            self._begin = self.moment()
+        if self.begun is None:
+            self.begun = self.moment()
 
     def moment(self) -> TimeMark:
         """A mark now."""
         self.last = self.clock.mark(self._now_s())
         return self.last
+
+    def enter(self, phase: str) -> None:
+        """The step that has begun enters another phase; a device that fails does so elsewhere, not here."""
+        if phase == self.phase or self.begun is None or len(self._changes) >= MOST_CHANGES:
+            return
+        now_s = self._now_s()
+        try:
+            mark = self.clock.mark(now_s, is_change=True)
+        except Exception:
+            mark = TimeMark(now_s, None)
+        self._changes.append((mark, phase))
+        self.phase = phase
 
     def pause(self, begin: TimeMark, kind: str | None) -> None:
         """Exclude the time from `begin` until now from the step."""
@@ -235,10 +258,11 @@ class StepClock:
 
     def end(self, now_s: float) -> Span:
         """A step ends here, and the next one begins."""
-        begin, end = self._begin, self.clock.mark(now_s)
+        begin, end = self.begun, self.clock.mark(now_s)
         pauses, self._pauses = self._pauses, ()
-        self._begin = self.last = end
-        return Span(begin, end, pauses)
+        changes, self._changes = self._changes or (), []
+        self.begun, self.last, self.phase = end, end, "other"
+        return Span(begin, end, pauses, changes)
 
 
 def duration_s(span: Span) -> float | None:

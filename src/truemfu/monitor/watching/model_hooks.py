@@ -20,9 +20,9 @@ from .watched import CalledModels, NoModels, Watched, WatchedModels
 class ModelHooks:
     """`seen` gets each training batch of a watched module, `evaluated` those of passes without gradients.
 
-    `ended` is called after a forward pass for which they returned True. Of models that are found at their
-    calls, every module is watched until the first step has ended; those that were called inside others are
-    left alone from then on.
+    `ended` is called after a forward pass for which they returned True, or after each if it `ends_always`. Of
+    models that are found at their calls, every module is watched until the first step has ended; those that
+    were called inside others are left alone from then on.
     """
 
     def __init__(
@@ -31,8 +31,11 @@ class ModelHooks:
         evaluated: Callable[[Batch | None], bool],
         ended: Callable[[], None],
         notices: Notices,
+        *,
+        ends_always: bool = False,
     ) -> None:
         self._seen, self._evaluated, self._ended, self._notices = seen, evaluated, ended, notices
+        self._ends_always = ends_always
         self.models: WatchedModels = NoModels()
         """The watched models, also after they were detached."""
         self._attachments: dict[Watched, Attachment] = {}
@@ -54,7 +57,11 @@ class ModelHooks:
     def _attach(self, watched: Watched, module: nn.Module) -> None:
         try:
             self._attachments[watched] = Attachment(
-                module, functools.partial(self._seen, watched), self._evaluated, self._ended
+                module,
+                functools.partial(self._seen, watched),
+                self._evaluated,
+                self._ended,
+                ends_always=self._ends_always,
             )
         except Exception as error:  # a scripted model takes no such hooks
             self._notices(

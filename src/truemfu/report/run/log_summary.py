@@ -25,6 +25,7 @@ _RATES = {
     "mfu": "mfu",
     "mfu_estimate": "mfu_estimate",
     "mfu_whole_step": "mfu_whole_step",
+    "mfu_training": "mfu_training",
     "tflops_per_gpu": "tflops_per_gpu",
     "tokens_per_second": "tokens_per_s",
     "samples_per_second": "samples_per_s",
