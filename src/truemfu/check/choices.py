@@ -21,13 +21,14 @@ _SPARSE = 2.0
 class Choice:
     """A factor on the right figure; `key` and `text` say what is wrong with it, None if nothing is.
 
-    `is_common` is whether it is looked for together with another fault; the rest only alone.
+    `cost` is 1 for what tools are known to do, and 2 for what is only possible: two faults of the first kind
+    are as likely.
     """
 
     factor: float
     key: str | None = None
     text: str = ""
-    is_common: bool = True
+    cost: int = 1
 
 
 RIGHT = Choice(factor=1.0)
@@ -56,25 +57,22 @@ def of_peak(peak: float | None, spec: DeviceSpec | None, dtype: str) -> list[Cho
             rate = spec.peak(other)
             if rate and other not in (dtype, "int8") and rate != peak:
                 text = f"the peak of {other} ({flop_rate(rate)}): {right}"
-                found.append(
-                    Choice(factor=peak / rate, key="peak_of_another_dtype", text=text, is_common=False)
-                )
+                found.append(Choice(factor=peak / rate, key="peak_of_another_dtype", text=text))
     by_rate: dict[float, list[DeviceSpec]] = {}
     for chip in DEVICES:
         if rate := peak_of(chip, dtype):
             by_rate.setdefault(rate, []).append(chip)
     for rate, chips in by_rate.items():
-        if rate != peak:
-            for factor, sparse in ((1.0, ""), (_SPARSE, " with sparsity")):
-                found.append(
-                    Choice(
-                        factor=peak / (rate * factor),
-                        key="peak_of_another_chip",
-                        text=f"the peak{sparse} of another chip ({flop_rate(rate * factor)}:"
-                        f" {_names(chips)}); {right}",
-                        is_common=factor == 1 and any(chip.key in _HARD_CODED for chip in chips),
-                    )
+        is_common = any(chip.key in _HARD_CODED for chip in chips)
+        for factor, sparse in ((1.0, ""), (_SPARSE, " with sparsity"))[: 1 + is_common]:
+            shown = f"{flop_rate(rate * factor)}: {_names(chips)}"
+            if rate != peak:
+                text = f"the peak{sparse} of another chip ({shown}); {right}"
+                cost = 1 if is_common and factor == 1 else 2
+                choice = Choice(
+                    factor=peak / (rate * factor), key="peak_of_another_chip", text=text, cost=cost
                 )
+                found.append(choice)
     return found
 
 

@@ -7,7 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from ..text import UNKNOWN, counted, flop_rate, percent_text
-from .verdict import Opinion, Verdict
+from .choices import of_time
+from .verdict import TOLERANCE, Opinion, Verdict
 
 _STATUS = {
     "agrees": "agrees",
@@ -86,13 +87,16 @@ def sentences(opinion: Opinion) -> Iterator[str]:
         yield from (f"{name}: {text}" for text in _reasons(verdict))
     if opinion.peak.flops_per_s is None and opinion.implied_peak_tflops is not None:
         yield f"the logged MFU implies a peak of {_rate(opinion.implied_peak_tflops)} TFLOP/s"
-    if opinion.mfu is None and opinion.tflops is not None:
+    if opinion.mfu is None and opinion.tflops is not None and opinion.logged.tflops is None:
         yield f"computed: {_rate(opinion.tflops)} TFLOP/s of a device"
 
 
 def notes(opinion: Opinion) -> list[str]:
     """What limits the opinion."""
-    found = list(opinion.logged.notes)
+    logged = opinion.logged
+    found = [*logged.notes, *(c.text for c in of_time(logged, TOLERANCE) if c.key == "rate")]
+    if logged.gpus is None and (logged.tokens_per_s or logged.step_time_s):
+        found.append("one device is assumed; --gpus gives their number")
     if opinion.work is not None and not opinion.work.is_counted:
         found.append(
             "from the number of parameters alone, embeddings and experts cannot be told apart; --model gives"

@@ -4,7 +4,8 @@
 
 Every combination of a formula, a peak, a number of devices, a time and a number of tokens is tried. Those
 with the fewest faults are the explanation; several may be, and then all are given. None is: unexplained.
-A combination of more than two faults would fit many figures by chance, so it is not looked for.
+Combinations of more than two faults would fit many figures by chance, so they are not looked for, and a
+fault that no tool is known for (the peak of any chip of the table) counts as two.
 """
 
 from __future__ import annotations
@@ -162,7 +163,7 @@ def _verdict(
     explanations: list[Explanation] = []
     if expected is not None:
         found = _explanations(logged.value / expected, choices, near + logged.rounding, tolerance)
-        fewest = min((len(faults) for faults in found), default=None)
+        fewest = min(map(_cost, found), default=None)
         status = "unexplained" if fewest is None else "explained" if fewest else "agrees"
         explanations = [
             Explanation(
@@ -171,7 +172,7 @@ def _verdict(
                 gives=factor * expected,
             )
             for faults, factor in found.items()
-            if faults and len(faults) == fewest
+            if faults and _cost(faults) == fewest
         ]
     return Verdict(
         figure=figure,
@@ -191,12 +192,16 @@ def _explanations(
     found = {}
     for combination in itertools.product(*choices):
         faults = tuple(choice for choice in combination if choice.key is not None)
-        if len(faults) > _MOST_FAULTS or (len(faults) > 1 and not all(fault.is_common for fault in faults)):
+        if _cost(faults) > _MOST_FAULTS:
             continue
         factor = math.prod(choice.factor for choice in combination)
         if abs(wanted / factor - 1) <= (near if faults else max(near, tolerance)):
             found[faults] = factor
     return found
+
+
+def _cost(faults: Sequence[Choice]) -> int:
+    return sum(fault.cost for fault in faults)
 
 
 def _missing(logged: Logged, work: Work | None, rate: Figure | None) -> list[str]:
