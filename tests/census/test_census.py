@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 from made_traces import H200, MadeTrace, kernels_of, training_step
 
 from truemfu.census.annotated import write_annotated
@@ -270,6 +271,42 @@ def test_bounds_of_plain_attention(tmp_path: Path) -> None:
         ("aten::mul", [[512, 512], [512, 512]], "bf16", "elementwise_kernel"),
     )
     assert bound(census, "attention").at_most_s == pytest.approx(3e-3)  # all but the last
+
+
+@pytest.mark.parametrize(
+    ("modules", "applies"),
+    [
+        (("layers.0.mlp", "layers.1.mlp"), True),
+        (("model.layers.0.mlp.0.up", "model.layers.1.mlp.0.up"), True),
+        (("0", "1", "2"), False),
+        (("layers.0.mlp", "layers.1.attention"), False),
+        (("Linear_0", "Linear_1"), True),
+        ((), True),
+    ],
+)
+def test_blocks_are_compiled_where_modules_do_not_show_that_there_are_none(
+    modules: tuple[str, ...], applies: bool, tmp_path: Path
+) -> None:
+    trace = MadeTrace()
+    with trace.step(1):
+        for module in modules or ("",):
+            name = f"nn.Module: {module}" if module else "no module"
+            with trace.range(name), trace.operator("aten::mul", [[8], [8]]):
+                trace.launch("elementwise_kernel", lasts=100)
+    census = census_of(trace.write(tmp_path / "trace.json"))
+    assert bound(census, "compile").applies
+    assert bound(census, "compile_blocks").applies is applies
+
+
+def test_liger_kernels_are_for_language_models_on_gpus(tmp_path: Path) -> None:
+    softmax = ("aten::_softmax", [[64, 512], [], []], "bf16", "softmax_warp_forward")
+    embedding = ("aten::embedding", [[1024, 64], [64]], "bf16", "indexSelectLargeIndex")
+    assert not bound(one_operator(tmp_path, softmax), "liger").applies
+    assert bound(one_operator(tmp_path, softmax, embedding), "liger").applies
+    with torch.profiler.profile(record_shapes=True) as profile:
+        torch.softmax(torch.nn.functional.embedding(torch.zeros(8, dtype=torch.long), torch.randn(9, 4)), 1)
+    profile.export_chrome_trace(str(tmp_path / "cpu.json"))
+    assert bound(census_of(tmp_path / "cpu.json"), "liger").evidence == "it needs a GPU"
 
 
 def test_a_fused_optimizer_has_no_bound(tmp_path: Path) -> None:

@@ -167,6 +167,19 @@ def test_an_event_may_be_split_between_pieces_anywhere(
         assert list(EventStream(path)) == whole
 
 
+def test_more_events_than_are_held_are_refused_before_they_are_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("truemfu.census.trace._MOST_EVENTS", 20)
+    trace = three_steps()
+    with pytest.raises(RecordError, match="more than 20 events in one step"):
+        read_step(trace.write(tmp_path / "marked.json"))
+    trace.events = [event for event in trace.events if not event["name"].startswith("ProfilerStep")]
+    monkeypatch.setattr("truemfu.census.trace._Reading", None)  # not even begun
+    with pytest.raises(RecordError, match="mark them with the profiler's step"):
+        read_step(trace.write(tmp_path / "unmarked.json"))
+
+
 BIG = """
 import resource, sys
 from pathlib import Path

@@ -149,6 +149,13 @@ def test_the_conclusion_names_what_to_write_and_warns_of_precision() -> None:
     assert conclusion(trial()) == ["Nothing was measured beside the unchanged command."]
 
 
+def test_the_conclusion_warns_of_losses_that_a_remedy_should_not_change() -> None:
+    workers = measured("loader_workers", "gains", 0.4, warning="its losses are 0.52 % apart")
+    other = measured("compile", "gains", 0.1, warning="not recommended, so not said")
+    lines = conclusion(trial(workers, other, recommended=["loader_workers"], lines=workers.lines))
+    assert lines[2:] == ["loader_workers: its losses are 0.52 % apart."]
+
+
 def test_cases_stand_by_their_gain_and_others_with_their_reasons() -> None:
     failed = TrialCase(name="liger", title="", verdict="failed", reason="ImportError: no\x1b[2J")
     other = TrialCase(name="tf32", title="", verdict="does not apply", reason="the device is cpu")

@@ -15,11 +15,12 @@ from truemfu.trial.figures import (
     gain_of,
     largest_difference,
     loss_distance,
+    loss_warning,
     typical_step,
     unchanged_difference,
 )
 from truemfu.trial.plan import turns
-from truemfu.trial.record import GAINS, LOSES, TOGETHER, UNCLEAR, TrialCase, TrialRun
+from truemfu.trial.record import GAINS, LOSES, TOGETHER, UNCLEAR, LossDistance, TrialCase, TrialRun
 
 RUN_TO_RUN, STEP_TO_STEP = 0.01, 0.03
 
@@ -109,6 +110,31 @@ def test_losses_are_compared_step_by_step() -> None:
     assert not apart.are_identical
     assert apart.is_within_unchanged
     assert loss_distance([[1.0]], [[None]]) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "apart", "unchanged", "is_fp32", "said"),
+    [
+        ("nothing", 1e-7, 0.0, True, "although it should change nothing"),
+        ("nothing", 1e-7, 1e-7, True, None),
+        ("nothing", 0.0, 0.0, True, None),
+        ("nothing", 0.1, None, True, "its losses are 10.0 % apart, although"),
+        ("rounding", 9e-4, 0.0, True, None),
+        ("rounding", 2e-3, 0.0, True, "which is more than rounding"),
+        ("rounding", 2e-3, 0.0, False, None),
+        ("rounding", 0.02, 0.0, False, "which is more than rounding"),
+        ("precision", 0.5, 0.0, True, None),
+    ],
+)
+def test_losses_that_a_remedy_should_not_change_are_a_warning(
+    changes: str, apart: float, unchanged: float | None, is_fp32: bool, said: str | None
+) -> None:
+    losses = LossDistance(
+        steps=30, are_identical=not apart, largest_difference=apart, unchanged_difference=unchanged
+    )
+    found = loss_warning(changes, losses, is_fp32=is_fp32)
+    assert found is None if said is None else said in (found or "")
+    assert loss_warning(changes, None, is_fp32=is_fp32) is None
 
 
 def case(name: str, verdict: str, gain: float | None = None, remedies: list[str] | None = None) -> TrialCase:

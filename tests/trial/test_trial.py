@@ -28,6 +28,17 @@ def test_a_slow_loader_gains_by_workers(tmp_path: Path) -> None:
     assert "num_workers=2" in done.stdout
 
 
+def test_a_remedy_that_should_change_nothing_and_does_is_warned_about(tmp_path: Path) -> None:
+    """Workers draw random numbers of their own."""
+    item = "time.sleep(0.01); index += torch.rand(1).item()"
+    done = trial_of(tmp_path, "--only", "loader_workers", "--rounds", "1", item=item)
+    assert done.code == 0, done.stderr
+    case = done.case("loader_workers")
+    assert case["losses"]["unchanged_difference"] == 0
+    assert "although it should change nothing" in case["warning"]
+    assert f"loader_workers: {case['warning']}." in " ".join(done.stdout.split())
+
+
 def test_needless_checkpointing_gains_without_it_and_stays_the_same_training(tmp_path: Path) -> None:
     done = trial_of(
         tmp_path,

@@ -27,6 +27,8 @@ _FUSED_OPTIMIZER = re.compile(r"_fused_|Fused|fused_adam|fused_sgd", re.IGNORECA
 _SCORES = frozenset(
     ("aten::_softmax", "aten::_safe_softmax", "aten::softmax", "aten::_softmax_backward_data")
 )
+_OF_TORCH = re.compile(r"[A-Z]\w*_\d+")
+"""How torch names modules (`with_stack`): by their class, not by where they are."""
 _NOTHING = 1e-3
 """A smaller share of the step is no reason to change anything."""
 _WHOLE_TILE = 64
@@ -169,6 +171,19 @@ def _compile(known: StepItems) -> Finding:
         f"normalisation, elementwise, reductions and copies take {duration(_time(items))}, "
         f"gaps {duration(gaps)} {where}"
     )
+
+
+def _compile_blocks(known: StepItems) -> Finding:
+    """The same, where two modules differ by a number alone: layers.0.mlp, layers.1.mlp."""
+    modules = {item.module for item in known.items if item.module}
+    alike: Counter[tuple[str, ...]] = Counter()
+    for parts in (name.split(".") for name in modules):
+        alike.update(
+            (*parts[:at], "*", *parts[at + 1 :]) for at in range(len(parts) - 1) if parts[at].isdigit()
+        )
+    if modules and not any(_OF_TORCH.fullmatch(name) for name in modules) and alike.total() == len(alike):
+        return None, "the model has no list of blocks of one class"
+    return _compile(known)
 
 
 def _runs_graphs(known: StepItems) -> bool:
@@ -322,8 +337,12 @@ def _pin_memory(known: StepItems) -> Finding:
 
 
 def _liger(known: StepItems) -> Finding:
-    if not any(item.kind == classes.NORMALISATION for item in known.items):
+    if known.step.device == HOST:
+        return None, "it needs a GPU"
+    if not _of(known, classes.NORMALISATION):
         return None, "no normalisation and no softmax runs"
+    if not _of(known, classes.EMBEDDING):
+        return None, "no embedding is known: it replaces parts of language models"
     if _is_compiled(known):
         return None, "compiled code runs already"
     items = [item for item in known.items if item.kind in classes.FUSIBLE]
@@ -368,7 +387,7 @@ def _packing(known: StepItems) -> Finding:
 _REMEDIES: dict[str, Callable[[StepItems], Finding]] = {
     "fused_optimizer": _fused_optimizer,
     "compile": _compile,
-    "compile_blocks": _compile,
+    "compile_blocks": _compile_blocks,
     "cuda_graphs": _cuda_graphs,
     "tf32": _tf32,
     "autocast_bf16": _autocast,

@@ -187,6 +187,15 @@ class _Survey:
             if not whole:
                 raise RecordError(f"{path} has no whole step: {self.cut}")
         self.step = max(whole, key=lambda span: span.start, default=None)
+        if self.step is None and len(operators) + len(launches) > _MOST_EVENTS:
+            raise _too_many(path)
+
+
+def _too_many(path: Path) -> RecordError:
+    return RecordError(
+        f"{path}: more than {_MOST_EVENTS:,} events in one step: record fewer steps, or mark them with the "
+        "profiler's step()"
+    )
 
 
 class _Reading:
@@ -206,10 +215,7 @@ class _Reading:
         for event in EventStream(path):
             events += self._take(event)
             if events > _MOST_EVENTS:
-                raise RecordError(
-                    f"{path}: more than {_MOST_EVENTS:,} events in one step: record fewer steps, or mark "
-                    "them with the profiler's step()"
-                )
+                raise _too_many(path)
 
     def _take(self, event: Mapping[str, Any]) -> bool:
         """Keep an event if it may belong to the step; whether it was kept."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from .facts import Evidence
 
-NOTHING, ROUNDING, PRECISION = "nothing", "rounding", "precision"
+CHANGES = NOTHING, ROUNDING, PRECISION = "nothing", "rounding", "precision"
 _LEAST_WAIT = 0.005
 """Of a step: a loader that is waited for less has nothing to gain."""
 _MOST_WORKERS = 8
@@ -77,7 +77,7 @@ def _compile_blocks(e: Evidence) -> Judgement:
         return whole
     if not e.repeated_blocks:
         return _no("the model has no list of blocks of one class")
-    found = ", ".join(f"{number} in {name}" for name, number in e.repeated_blocks.items())
+    found = ", ".join(f"{number} in {name or 'the model'}" for name, number in e.repeated_blocks.items())
     parts = (f"*model.{name}" if name else "*model" for name in e.repeated_blocks)
     return _yes(f"repeated blocks: {found}", ", ".join(parts))
 

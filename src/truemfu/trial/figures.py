@@ -12,9 +12,14 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from ..remedies.facts import UNCHANGED
+from ..remedies.table import NOTHING, ROUNDING
 from ..report.compare.compare import CONFIDENCE, RUN_TO_RUN, RUN_TO_RUN_ON_CPU
 from ..report.compare.intervals import Estimate, median_of, ratio_of
+from ..text import share
 from .record import GAINS, LOSES, UNCLEAR, LossDistance, TrialRun
+
+_ROUNDING, _ROUNDING_OF_HALF = 1e-3, 1e-2
+"""How far apart losses may be if only the order of sums differs: products in fp32, and in 16 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,4 +112,21 @@ def loss_distance(
         are_identical=largest == 0,
         largest_difference=largest,
         unchanged_difference=unchanged_difference(unchanged),
+    )
+
+
+def loss_warning(changes: str | None, losses: LossDistance | None, *, is_fp32: bool) -> str | None:
+    """Whether losses are further apart than a remedy that changes so much explains; None if not."""
+    if losses is None or losses.are_identical or losses.is_within_unchanged:
+        return None
+    limits = {NOTHING: 0.0, ROUNDING: _ROUNDING if is_fp32 else _ROUNDING_OF_HALF}
+    if changes not in limits or losses.largest_difference <= limits[changes]:
+        return None
+    more = "although it should change nothing" if changes == NOTHING else "which is more than rounding"
+    unchanged = (
+        "" if losses.unchanged_difference is None else f" (unchanged: {share(losses.unchanged_difference)})"
+    )
+    return (
+        f"its losses are {share(losses.largest_difference)} apart{unchanged}, {more}: other batches or other "
+        "random numbers; compare a longer training"
     )

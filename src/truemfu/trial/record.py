@@ -72,7 +72,7 @@ class TrialCase(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     """Of the verdict, or why it was tried."""
     changes: str | None = None
-    """What it changes in the numbers: nothing, rounding or precision."""
+    """What it changes in the numbers: nothing, rounding or precision; of "together" the most of all."""
     lines: list[str] = []
     """To write into the script."""
     runs: int = 0
@@ -92,6 +92,8 @@ class TrialCase(msgspec.Struct, frozen=True, kw_only=True):
     losses: LossDistance | None = None
     losses_unknown: str | None = None
     """Why losses could not be compared."""
+    warning: str | None = None
+    """Losses differ by more than `changes` explains."""
     remedies: list[str] = []
     """Of "together": which."""
 

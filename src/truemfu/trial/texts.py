@@ -6,7 +6,7 @@ import msgspec
 
 from ..remedies.facts import Evidence
 from ..remedies.table import BY_NAME
-from ..text import UNKNOWN, age, counted, duration, on_one_line, printable, size
+from ..text import UNKNOWN, age, counted, duration, on_one_line, printable, share, size
 from .plan import Plan
 from .record import (
     FAILED,
@@ -34,8 +34,8 @@ def plan_lines(plan: Plan, first: TrialRun, evidence: Evidence, seconds: float) 
     """What follows the first unchanged run."""
     where = evidence.device_name or evidence.device or "unknown device"
     lines = [
-        f"unchanged: {duration(evidence.step_time_s)} a step on {where}, "
-        f"{size(evidence.peak_memory_bytes)} peak memory; the process took {first.seconds:.0f} s"
+        f"unchanged: on {where}, {size(evidence.peak_memory_bytes)} peak memory; the process took "
+        f"{first.seconds:.0f} s"
     ]
     if plan.options:
         remedies = "1 remedy" if len(plan.options) == 1 else f"{len(plan.options)} remedies"
@@ -74,14 +74,10 @@ def losses_text(case: TrialCase) -> str:
         return "unknown"
     if losses.are_identical:
         return "identical"
-    apart = f"{_tiny(losses.largest_difference)} apart"
+    apart = f"{share(losses.largest_difference)} apart"
     if losses.unchanged_difference is None:
         return apart
-    return f"{apart} (unchanged: {_tiny(losses.unchanged_difference)})"
-
-
-def _tiny(fraction: float) -> str:
-    return f"{100 * fraction:.2g} %"
+    return f"{apart} (unchanged: {share(losses.unchanged_difference)})"
 
 
 def shown_cases(trial: Trial) -> list[TrialCase]:
@@ -131,6 +127,11 @@ def conclusion(trial: Trial) -> list[str]:
     changing = [name for name in trial.recommended if BY_NAME[name].changes == "precision"]
     if changing:
         lines.append(f"{', '.join(changing)} changes the precision: compare a longer training.")
+    lines += [
+        f"{one.name}: {one.warning}."
+        for one in (*trial.cases, trial.together)
+        if one is not None and one.warning and (one is case or one.name in trial.recommended)
+    ]
     return lines
 
 

@@ -21,11 +21,11 @@ from .. import __version__
 from ..provenance import redacted_arguments
 from ..records import write_record
 from ..remedies.facts import UNCHANGED, Evidence, TrialOrder
-from ..remedies.table import BY_NAME, REMEDIES
+from ..remedies.table import BY_NAME, CHANGES, REMEDIES
 from ..report.compare.compare import CONFIDENCE
 from ..text import counted
 from .choice import best_of_each, recommended_of, why_not_together
-from .figures import beside, gain_of, loss_distance, typical_step, unchanged_difference
+from .figures import beside, gain_of, loss_distance, loss_warning, typical_step, unchanged_difference
 from .plan import Plan, make_plan, turns
 from .process import run_process
 from .record import FAILED, NOT_MEASURED, TOGETHER, TRIAL_FILE, Trial, TrialCase, TrialRun
@@ -250,6 +250,7 @@ class _Session:
             gain_high=gain.high,
             peak_memory_bytes=max(peaks, default=None),
             losses=losses,
+            warning=loss_warning(case.changes, losses, is_fp32=set(evidence.products or {}) == {"float32"}),
             losses_unknown=None if losses else "no loss was seen: backward did not start from one number",
         )
 
@@ -299,6 +300,7 @@ class _Session:
             title="all that gained, together",
             verdict=NOT_MEASURED,
             reason="the trial ended before it",
+            changes=max((BY_NAME[name].changes for name in remedies), key=CHANGES.index),
             lines=[BY_NAME[name].line_for(option, evidence) for name, option in remedies.items()],
             remedies=list(remedies),
         )
