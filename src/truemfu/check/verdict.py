@@ -161,7 +161,7 @@ def _verdict(
 ) -> Verdict:
     status: Status = "unknown"
     explanations: list[Explanation] = []
-    if expected is not None:
+    if expected:
         found = _explanations(logged.value / expected, choices, near + logged.rounding, tolerance)
         fewest = min(map(_cost, found), default=None)
         status = "unexplained" if fewest is None else "explained" if fewest else "agrees"
