@@ -10,6 +10,7 @@ from ..text import UNKNOWN, counted, flop_rate, percent_text
 from .choices import of_time
 from .verdict import TOLERANCE, Opinion, Verdict
 
+_FEW_DIGITS = 0.003  # relative rounding; what is explained by chance: benchmarks/check_chance.py
 _STATUS = {
     "agrees": "agrees",
     "explained": "differs, explained",
@@ -89,6 +90,9 @@ def notes(opinion: Opinion) -> list[str]:
     found = [*logged.notes, *(c.text for c in of_time(logged, TOLERANCE) if c.key == "rate")]
     if logged.gpus is None and (logged.tokens_per_s or logged.step_time_s):
         found.append("one device is assumed; --gpus gives their number")
+    explained = [getattr(logged, v.figure) for v in opinion.verdicts if v.status == "explained"]
+    if any(figure.rounding > _FEW_DIGITS for figure in explained):
+        found.append("so few digits fit many explanations by chance; give the figure with more")
     if opinion.work is not None and not opinion.work.is_counted:
         found.append("parameters alone do not tell embeddings and experts apart; --model gives a count")
     return found
