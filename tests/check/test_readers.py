@@ -96,6 +96,8 @@ def test_sparse_rows_of_a_history_are_put_together(tmp_path: Path) -> None:
         ("loss 3.1\nloss 3.0\n", "no step with an MFU or TFLOP/s"),
         ('{"mfu": 41.0}', "no step with an MFU or TFLOP/s"),  # a fraction or percent? not known
         ('{"perf/mfu/actor": "NaN"}', "no step with an MFU or TFLOP/s"),
+        ('{"perf/mfu/actor": 1e308}', "no step with an MFU or TFLOP/s"),
+        ('{"perf/mfu/actor": 1e99999}', "no step with an MFU or TFLOP/s"),
         ('{"log_history": [], "total_flos": 1}', "has no train_runtime"),
         ('{"log_history": [{"train_runtime": 1.0}]}', "not a complete state"),
         ("[[[[", "no step with an MFU or TFLOP/s"),

@@ -43,21 +43,14 @@ def of_peak(peak: float | None, spec: DeviceSpec | None, dtype: str) -> list[Cho
     """The right peak, the same with sparsity, that of another dtype, and those of all other chips."""
     if peak is None:
         return [RIGHT]
-    found = [RIGHT]
     right = f"{flop_rate(peak)} is right" if spec is None else f"{spec.name} has {flop_rate(peak)} in {dtype}"
-    found.append(
-        Choice(
-            factor=1 / _SPARSE,
-            key="sparse_peak",
-            text=f"the peak with sparsity ({flop_rate(_SPARSE * peak)}), which dense products cannot reach",
-        )
-    )
-    if spec is not None:
-        for other in DTYPES:
-            rate = spec.peak(other)
-            if rate and other not in (dtype, "int8") and rate != peak:
-                text = f"the peak of {other} ({flop_rate(rate)}): {right}"
-                found.append(Choice(factor=peak / rate, key="peak_of_another_dtype", text=text))
+    sparse = f"the peak with sparsity ({flop_rate(_SPARSE * peak)}), which dense products cannot reach"
+    found = [RIGHT, Choice(factor=1 / _SPARSE, key="sparse_peak", text=sparse)]
+    for other in DTYPES:
+        rate = None if spec is None else spec.peak(other)
+        if rate and other not in (dtype, "int8") and rate != peak:
+            text = f"the peak of {other} ({flop_rate(rate)}): {right}"
+            found.append(Choice(factor=peak / rate, key="peak_of_another_dtype", text=text))
     by_rate: dict[float, list[DeviceSpec]] = {}
     for chip in DEVICES:
         if rate := peak_of(chip, dtype):
@@ -65,14 +58,11 @@ def of_peak(peak: float | None, spec: DeviceSpec | None, dtype: str) -> list[Cho
     for rate, chips in by_rate.items():
         is_common = any(chip.key in _HARD_CODED for chip in chips)
         for factor, sparse in ((1.0, ""), (_SPARSE, " with sparsity"))[: 1 + is_common]:
-            shown = f"{flop_rate(rate * factor)}: {_names(chips)}"
+            used = rate * factor
+            text = f"the peak{sparse} of another chip ({flop_rate(used)}: {_names(chips)}); {right}"
+            cost = 1 if is_common and factor == 1 else 2
             if rate != peak:
-                text = f"the peak{sparse} of another chip ({shown}); {right}"
-                cost = 1 if is_common and factor == 1 else 2
-                choice = Choice(
-                    factor=peak / (rate * factor), key="peak_of_another_chip", text=text, cost=cost
-                )
-                found.append(choice)
+                found.append(Choice(factor=peak / used, key="peak_of_another_chip", text=text, cost=cost))
     return found
 
 
@@ -102,10 +92,7 @@ def of_time(logged: Logged, tolerance: float) -> list[Choice]:
     if by_time is not None and as_logged is not None:
         factor = as_logged.value / by_time.value
         if abs(factor - 1) > tolerance + as_logged.rounding:
-            text = (
-                f"the logged rate of {as_logged.value:,.4g} tokens/s per device is not that of the step,"
-                f" {by_time.value:,.4g}"
-            )
+            text = f"{as_logged.value:,.5g} tokens/s are logged, but the step has {by_time.value:,.5g}"
             found.append(Choice(factor=factor, key="rate", text=text))
     return found
 

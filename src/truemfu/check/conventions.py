@@ -45,15 +45,6 @@ class Work:
         return self.products + (self.attention if attention == "full" else self.causal_attention)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Formula:
-    """One way to count: the key of what is wrong with it, and that in words."""
-
-    key: str
-    text: str
-    flops: float
-
-
 def work_of(target: Target) -> Work:
     """Count a model, in both conventions."""
     from ..flops import count_target
@@ -102,8 +93,8 @@ def work_of_sizes(parameters: int, layers: int | None, hidden: int | None, seq: 
     )
 
 
-def formulas(work: Work) -> list[Formula]:
-    """Every known way to count this model."""
+def formulas(work: Work) -> list[tuple[str, str, float]]:
+    """Every known way to count this model: the key of what is wrong with it, that in words, FLOPs."""
     w, a, c = work.products, work.attention, work.causal_attention
     p, looked_up = 6.0 * work.parameters, 6.0 * (work.parameters - work.looked_up)
     without_embeddings = 6.0 * (work.parameters - work.embeddings)
@@ -135,8 +126,8 @@ def formulas(work: Work) -> list[Formula]:
         ("forward_only", "only the forward pass counted", (w + a) / 3),
         ("forward_only", f"2 × all parameters × tokens: only the forward pass; {none}", p / 3),
     ]  # fmt: skip
-    found: list[Formula] = []
+    found: list[tuple[str, str, float]] = []
     for key, text, flops in rows:
-        if all(abs(flops / other.flops - 1) > CONSTANTS for other in found):
-            found.append(Formula(key=key, text=text, flops=flops))
+        if all(abs(flops / other - 1) > CONSTANTS for _, _, other in found):
+            found.append((key, text, flops))
     return found

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from ..errors import UsageError
 
 _NUMBER = re.compile(r"[-+]?\d[\d,_]*(?:\.(?P<decimals>\d*))?(?:[eE](?P<exponent>[-+]?\d+))?")
+_LEAST, _MOST = 1e-20, 1e30  # nothing that is logged of a training is outside
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +25,7 @@ class Figure:
         """`32.88` → 32.88 ± 0.005, both times `scale`."""
         found = _NUMBER.fullmatch(text.strip())
         value = math.nan if found is None else float(found[0].replace(",", "").replace("_", ""))
-        if found is None or not 0 < value < math.inf:
+        if found is None or not _LEAST < value < _MOST:
             raise UsageError(f"expected a positive number, such as 41.2; got {text!r}")
         unit = 10.0 ** (int(found["exponent"] or 0) - len(found["decimals"] or ""))
         return cls(value=value * scale, half=unit * scale / 2)

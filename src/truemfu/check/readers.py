@@ -22,6 +22,7 @@ from .logged import Figure, Logged
 _PART = "part:"  # a field that starts so is the time of the part named behind it
 _EACH = "tokens_of_each"  # tokens of a step on one device
 _HALF_DIGIT = 0.0005
+_TRAINER_KEYS = ("total_flos", "train_runtime", "step", "train_samples_per_second", "train_steps_per_second")
 _INTEGERS = ("batch", "seq", "gpus")
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _ARGUMENTS = {"seq_length": "seq", "world_size": "gpus", "global_batch_size": "batch"}
@@ -127,7 +128,7 @@ def _logged(source: str, texts: Mapping[str, tuple[str, float]], gpus: int | Non
     if not figures.keys() & {"mfu", "tflops"}:
         return None
     parts = {name.removeprefix(_PART): figures.pop(name) for name in [*figures] if name.startswith(_PART)}
-    known: dict[str, Any] = {name: int(figures.pop(name).value) for name in _INTEGERS if name in figures}
+    known: dict[str, Any] = {n: round(figures.pop(n).value) or None for n in _INTEGERS if n in figures}
     each, tokens = figures.pop(_EACH, None), figures.pop("tokens", None)
     known |= figures
     known["tokens"] = tokens.value if tokens else each.value * (gpus or 1) if each else None
@@ -193,19 +194,18 @@ def _from_trainer_state(state: Mapping[str, Any], path: Path, gpus: int | None) 
             " written by trainer.save_state()"
         )
     try:
-        last = {key: float(value) for key, value in rows[-1].items()}
-        rate = last["total_flos"] / last["train_runtime"] / (gpus or 1)
-        step_time_s = last["train_runtime"] / last["step"]
-        steps_per_s = last["train_steps_per_second"]
-        samples = last["train_samples_per_second"] / steps_per_s
-        is_exact = samples * _HALF_DIGIT < steps_per_s / 2  # both have three decimals
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        last = {key: Figure.of(rows[-1][key]).value for key in _TRAINER_KEYS}
+    except (KeyError, AttributeError, UsageError) as error:
         raise RecordError(f"{path.name!r} is not a complete state of a Trainer: {error}") from error
+    steps_per_s = last["train_steps_per_second"]
+    samples = last["train_samples_per_second"] / steps_per_s
+    is_exact = samples * _HALF_DIGIT < steps_per_s / 2  # both have three decimals
+    rate = last["total_flos"] / last["train_runtime"] / (gpus or 1)
     return Logged(
         source="transformers' Trainer, the whole run",
         tflops=Figure(value=rate / 1e12),
-        step_time_s=Figure(value=step_time_s),
-        batch=round(samples) if is_exact else None,
+        step_time_s=Figure(value=last["train_runtime"] / last["step"]),
+        batch=round(samples) or None if is_exact else None,
         gpus=gpus,
         notes=("TFLOP/s is total_flos ÷ train_runtime, which has start-up and evaluation in it",),
     )

@@ -10,6 +10,7 @@ from ..text import UNKNOWN, counted, flop_rate, percent_text
 from .choices import of_time
 from .verdict import TOLERANCE, Opinion, Verdict
 
+_FEW_DIGITS = 0.003  # relative rounding; what is explained by chance: benchmarks/check_chance.py
 _STATUS = {
     "agrees": "agrees",
     "explained": "differs, explained",
@@ -45,21 +46,14 @@ def as_dict(opinion: Opinion) -> dict[str, Any]:
 def facts(opinion: Opinion) -> list[tuple[str, str]]:
     """What was computed, and from what; an unknown value is left out."""
     work, logged, peak, spec = opinion.work, opinion.logged, opinion.peak.flops_per_s, opinion.peak.spec
-    sizes = [
-        None if logged.batch is None else counted(logged.batch, "sample"),
-        None if logged.seq is None else counted(logged.seq, "token"),
-        None if logged.gpus is None else counted(logged.gpus, "device"),
-    ]
-    rows: list[tuple[str, str | None]] = [
+    sizes = ((logged.batch, "sample"), (logged.seq, "token"), (logged.gpus, "device"))
+    rows = [
         ("log", logged.source),
-        ("model", logged.model if work is None else work.model),
-        ("step", ", ".join(size for size in sizes if size)),
-        ("tokens/s of a device", _number(opinion.tokens_per_s_per_device)),
-        (
-            f"FLOPs of a token, attention {opinion.attention}",
-            None if opinion.flops_per_token is None else f"{opinion.flops_per_token:,.4g}",
-        ),
-        ("peak", None if peak is None else f"{flop_rate(peak)}, {'as given' if spec is None else spec.name}"),
+        ("model", (logged.model or "") if work is None else work.model),
+        ("step", ", ".join(counted(size, noun) for size, noun in sizes if size)),
+        ("tokens/s of a device", _known(opinion.tokens_per_s_per_device)),
+        (f"FLOPs of a token, attention {opinion.attention}", _known(opinion.flops_per_token)),
+        ("peak", "" if peak is None else f"{flop_rate(peak)}, {'as given' if spec is None else spec.name}"),
     ]
     return [(name, text) for name, text in rows if text]
 
@@ -70,11 +64,10 @@ def figure_rows(opinion: Opinion) -> list[tuple[str, str, str, str]]:
     for verdict in opinion.verdicts:
         name, shown = ("MFU", percent_text) if verdict.figure == "mfu" else ("TFLOP/s of a device", _rate)
         ours = opinion.mfu if verdict.figure == "mfu" else opinion.tflops
-        ours_shown = UNKNOWN if ours is None else shown(ours)
         status = _STATUS[verdict.status]
         if verdict.figure == "mfu" and verdict.status == "agrees" and opinion.logged.tflops is not None:
             status = "agrees with the logged TFLOP/s"
-        rows.append((name, shown(verdict.logged), ours_shown, status))
+        rows.append((name, shown(verdict.logged), UNKNOWN if ours is None else shown(ours), status))
     return rows
 
 
@@ -97,11 +90,11 @@ def notes(opinion: Opinion) -> list[str]:
     found = [*logged.notes, *(c.text for c in of_time(logged, TOLERANCE) if c.key == "rate")]
     if logged.gpus is None and (logged.tokens_per_s or logged.step_time_s):
         found.append("one device is assumed; --gpus gives their number")
+    explained = [getattr(logged, v.figure) for v in opinion.verdicts if v.status == "explained"]
+    if any(figure.rounding > _FEW_DIGITS for figure in explained):
+        found.append("so few digits fit many explanations by chance; give the figure with more")
     if opinion.work is not None and not opinion.work.is_counted:
-        found.append(
-            "from the number of parameters alone, embeddings and experts cannot be told apart; --model gives"
-            " a count"
-        )
+        found.append("parameters alone do not tell embeddings and experts apart; --model gives a count")
     return found
 
 
@@ -119,8 +112,8 @@ def _reasons(verdict: Verdict) -> Iterator[str]:
 
 
 def _rate(value: float) -> str:
-    return f"{value:,.4g}"
+    return f"{value:,.5g}"
 
 
-def _number(value: float | None) -> str | None:
-    return None if value is None else f"{value:,.5g}" if value < 1000 else f"{value:,.0f}"
+def _known(value: float | None) -> str:
+    return "" if value is None else _rate(value)

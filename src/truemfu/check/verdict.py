@@ -143,10 +143,9 @@ def _formulas(work: Work | None, attention: Attention | None, tolerance: float) 
     right = work.flops(attention or "full")
     accepted = [right] if attention is not None else [right, work.flops("causal")]
     found = []
-    for formula in formulas(work):
-        is_right = any(abs(formula.flops / value - 1) <= tolerance for value in accepted)
-        key = None if is_right else formula.key
-        found.append(Choice(factor=formula.flops / right, key=key, text=formula.text))
+    for key, text, flops in formulas(work):
+        is_right = any(abs(flops / value - 1) <= tolerance for value in accepted)
+        found.append(Choice(factor=flops / right, key=None if is_right else key, text=text))
     return found
 
 
@@ -161,7 +160,7 @@ def _verdict(
 ) -> Verdict:
     status: Status = "unknown"
     explanations: list[Explanation] = []
-    if expected is not None:
+    if expected:
         found = _explanations(logged.value / expected, choices, near + logged.rounding, tolerance)
         fewest = min(map(_cost, found), default=None)
         status = "unexplained" if fewest is None else "explained" if fewest else "agrees"

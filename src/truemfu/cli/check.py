@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from ..check.verdict import Opinion, Peak
 
 _DISAGREES, _UNDECIDED = 1, 3
-_PERCENT = 0.01
 
 
 def _figure_option(name: str, *, help: str, scale: float = 1.0) -> Callable[..., Any]:
@@ -44,7 +43,7 @@ def _figure_option(name: str, *, help: str, scale: float = 1.0) -> Callable[...,
     context_settings=older_names(SIZE_NAMES),
 )
 @click.argument("log", required=False, type=FilePath(dir_okay=False))
-@_figure_option("--mfu", scale=_PERCENT, help="The logged MFU in percent, as printed: 41.20.")
+@_figure_option("--mfu", scale=0.01, help="The logged MFU in percent, as printed: 41.20.")
 @_figure_option("--tflops", help="The logged TFLOP/s of one device, as printed.")
 @click.option("--model", help="The model, as `truemfu count` takes it: 8b, ORG/NAME, config.json, tiny.")
 @click.option(
@@ -175,9 +174,10 @@ def _work(
     from ..sweep.worker.models import REFERENCE_MODELS
 
     with working(f"counting {model}"):
-        return work_of(
-            resolve_target(model, BatchRequest(samples=1, length=logged.seq), named=REFERENCE_MODELS)
-        )
+        target = resolve_target(model, BatchRequest(samples=1, length=logged.seq), named=REFERENCE_MODELS)
+        if target.length != logged.seq:
+            raise UsageError(f"{model} takes {target.shapes}: --seq {logged.seq} does not fit its batch")
+        return work_of(target)
 
 
 def _peak(device: str | None, dtype: str) -> Peak:
