@@ -318,6 +318,22 @@ def test_a_fused_optimizer_has_no_bound(tmp_path: Path) -> None:
         assert bound(census, "fused_optimizer").applies is applies
 
 
+def test_an_optimizer_of_many_late_launches_could_gain_their_gaps_too(tmp_path: Path) -> None:
+    trace = MadeTrace()
+    training_step(trace, 1)
+    trace.synchronize()
+    with trace.step(2), trace.range("Optimizer.step#AdamW.step"):
+        for _ in range(50):
+            trace.wait(40)
+            with trace.operator("aten::mul_", [[8]]):
+                trace.launch("elementwise_kernel", lasts=2)
+    path = trace.write(tmp_path / "trace.json")
+    census = census_of(path)
+    assert bound(census, "fused_optimizer").at_most_s == pytest.approx(census.step_s, rel=0.05)
+    ordinary = census_of(path, ordinary_step_s=census.busy_s + 1e-4)  # recording made the host slower
+    assert bound(ordinary, "fused_optimizer").at_most_s == pytest.approx(ordinary.busy_s + 1e-4)
+
+
 def test_compiled_code_and_graphs_are_not_recommended_again(tmp_path: Path) -> None:
     trace = MadeTrace()
     with trace.step(1), trace.range("## Call CompiledFxGraph abc ##", "cpu_op"):

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
 from tests.trial.trials import script, trial_of, tried, written
+
+from truemfu.records import write_record
+from truemfu.remedies.facts import TrialOrder, TrialResult, result_file
+from truemfu.trial.process import run_process
 
 
 def test_a_remedy_is_measured_between_two_unchanged_runs(tmp_path: Path) -> None:
@@ -45,6 +51,27 @@ def test_an_unchanged_command_that_fails_is_shown_and_the_exit_code_is_1(
     assert done.code == 1
     assert cause in done.stderr
     assert done.stdout == ""
+
+
+def test_an_unchanged_command_that_hangs_is_ended_at_the_limit_of_a_process(tmp_path: Path) -> None:
+    call = written(tmp_path, "import time\nprint('waiting', flush=True)\ntime.sleep(500)")
+    done = tried(tmp_path, "--timeout", "8s", "--time", "5m", call=call)
+    assert done.code == 1
+    assert "no result within 8 s: ended: waiting" in done.stderr
+
+
+def test_of_several_ranks_the_cause_is_that_of_the_first_to_fail(tmp_path: Path) -> None:
+    """Others only lose their connection to it."""
+    for rank, error in ((1, "ValueError: bad sample"), (0, "RuntimeError: connection closed by peer")):
+        write_record(result_file(tmp_path, rank), TrialResult(rank=rank, world_size=2, error=error))
+        at_s = 2000 - rank
+        os.utime(result_file(tmp_path, rank), (at_s, at_s))
+    code = "import sys; sys.exit(1)"
+    order = TrialOrder(folder=str(tmp_path), steps=20, warm_up_steps=3)
+    run, _ = run_process(
+        [sys.executable, "-c", code], order, number=1, name="x", limit_s=60, waiting=lambda: None
+    )
+    assert run.failure == "rank 1: ValueError: bad sample"
 
 
 def test_a_script_with_a_monitor_of_its_own_is_told_so(tmp_path: Path) -> None:

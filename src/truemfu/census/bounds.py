@@ -130,7 +130,10 @@ def _fused_optimizer(known: StepItems) -> Finding:
     if moved and bandwidth:
         least = moved / bandwidth
         evidence += f", and moving weights, gradients and moments once takes {duration(least)}"
-    return _time(items) - least, evidence
+    waits_s = min(sum(item.waited_ns for item in items) * _NS, _gaps(known)[0])
+    if waits_s:
+        evidence += f"; they wait {duration(waits_s)} for their launch"
+    return _time(items) - least + waits_s, evidence
 
 
 def _optimizer_bytes(known: StepItems) -> float | None:

@@ -13,7 +13,7 @@ import click
 
 from ..environment import is_disabled
 from ..errors import UsageError, closest
-from ..text import age, on_one_line
+from ..text import age, counted, on_one_line
 from .console import (
     FilePath,
     debug_option,
@@ -85,7 +85,7 @@ def _seconds(context: click.Context, param: click.Parameter, value: str | None) 
     "timeout_s",
     callback=_seconds,
     metavar="TIME",
-    help="Limit of a process.  [default: by the unchanged one]",
+    help="Limit of each process.  [default: 30m for the first, then by its time]",
 )
 @click.option("--only", multiple=True, metavar="NAME", help="Only these remedies; several with commas.")
 @json_option
@@ -204,9 +204,8 @@ def _show(trial: Trial) -> None:
     console = output()
     cases = shown_cases(trial)
     if cases:
-        drawn = table(
-            *COLUMNS, title=f"unchanged: {1e3 * trial.step_time_s:.2f} ms a step, {trial.unchanged_runs} runs"
-        )
+        runs = counted(trial.unchanged_runs, "run")
+        drawn = table(*COLUMNS, title=f"unchanged: {1e3 * trial.step_time_s:.2f} ms a step, {runs}")
         for column in (drawn.columns[1], drawn.columns[-1]):
             column.justify = "left"
         for case in cases:

@@ -61,7 +61,9 @@ def run_process(
     results = _results(folder)
     failure = None
     if not results or not all(one.is_complete for one in results):
-        failure = _failure(process, results, limit_s if is_late else None, kernel_oom_kills() != kills)
+        failure = _failure(
+            process, folder, results, limit_s if is_late else None, kernel_oom_kills() != kills
+        )
     run = TrialRun(number=number, name=name, seconds=seconds, failure=failure)
     if results:
         run = _measured(run, order, results)
@@ -126,13 +128,18 @@ def _results(folder: Path) -> list[TrialResult]:
 
 
 def _failure(
-    process: WorkerProcess, results: Sequence[TrialResult], limit_s: float | None, was_killed: bool
+    process: WorkerProcess,
+    folder: Path,
+    results: Sequence[TrialResult],
+    limit_s: float | None,
+    was_killed: bool,
 ) -> str | None:
     """Why a process did not do all of its steps; None if it ended by itself after fewer."""
-    for result in results:
-        if result.error is not None:
-            out_of_memory = "out of memory: " if result.is_out_of_memory else ""
-            return f"{out_of_memory}{result.error}"
+    failed = [result for result in results if result.error is not None]
+    if failed:  # the first in time: other ranks fail since it did
+        first = min(failed, key=lambda result: result_file(folder, result.rank).stat().st_mtime_ns)
+        rank = f"rank {first.rank}: " if first.world_size > 1 else ""
+        return f"{rank}{'out of memory: ' if first.is_out_of_memory else ''}{first.error}"
     if limit_s is not None:
         return f"no result within {limit_s:.0f} s: ended"
     if process.signal_name is not None:

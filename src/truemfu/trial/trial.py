@@ -48,7 +48,7 @@ class TrialSettings:
     time_s: float | None = None
     """The limit of the whole trial."""
     timeout_s: float | None = None
-    """The limit of each process; None: from the unchanged one's time."""
+    """The limit of each process; None: from the first one's time, which has half an hour."""
     only: Collection[str] = ()
 
 
@@ -125,7 +125,8 @@ class _Session:
         return time.monotonic() - self._began_s
 
     def _first(self) -> tuple[TrialRun, Evidence]:
-        run, evidence = self._run({}, UNCHANGED, self._settings.time_s or _FIRST_LIMIT_S)
+        limits = (self._settings.timeout_s, self._settings.time_s)
+        run, evidence = self._run({}, UNCHANGED, min(filter(None, limits), default=_FIRST_LIMIT_S))
         if run.failure is not None or evidence is None:
             raise UnchangedFailed(run)
         known = msgspec.structs.replace(
