@@ -54,7 +54,12 @@ def split(seen: Observation) -> tuple[int, int, int, int]:
     assert count.method == "count of observed steps"
     assert not count.uncounted
     assert seen.work().hardware_flops == count.hardware_flops
-    return count.forward, count.backward, count.recompute, seen.without_gradients()
+    return (
+        count.forward,
+        count.backward,
+        count.recompute,
+        sum(c.total() for c in seen.without_gradients().values()),
+    )
 
 
 def layer(inputs: int = K, outputs: int = M) -> nn.Linear:

@@ -21,6 +21,7 @@ from .closed_form.batch_key import kind_and_sizes, lengths_in, sizes_of_lengths
 from .closed_form.flop_model import FlopModel
 from .closed_form.form import MicroBatch, ObservedForm
 from .closed_form.integers import count_of, integers_of
+from .closed_form.linear import Linear, solve
 from .count.count import count_flops, count_step, profile_model_flops, uncounted_notice, warn_uncounted
 from .count.data_flow import is_checkpoint
 from .count.loss import loss_of
@@ -34,7 +35,7 @@ from .models.hf_config import BuildOptions, model_from_config, read_config
 from .models.lora import parse_lora
 from .models.model_view import BatchRequest, ModelView
 from .models.targets import Target, count_target, parse_dtype, resolve_target
-from .observe.observation import Observation
+from .observe.observation import OBSERVED, Observation
 from .observe.observer import StepObserver, cuda_captures, take_out_left_behind
 from .profiled.profiler import StepProfile, StepProfiler
 from .profiled.trace_step import OperatorWork, TracedWork, bytes_moved, work_of_trace

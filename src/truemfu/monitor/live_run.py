@@ -41,6 +41,7 @@ from .rows.output import Output
 from .rows.row_thread import RowThread
 from .rows.rows import Rows, StepReader, peak_memory_bytes
 from .signals import write_at_signals
+from .step_flops.generate_calls import GenerationWatch
 from .step_flops.known import KnownSteps
 from .step_flops.plan import ObservationPlan
 from .step_flops.source import FlopsSource
@@ -195,6 +196,7 @@ class LiveRun:
             model=facts_of(hooks.models.roots),
         )
         self._leave_torch.callback(loading.listen(between))
+        self._leave_torch.callback(GenerationWatch(watch, clock, between).leave)
         if self._rank.is_first:
             output.start(self.info)
         is_held = training_lock._is_owned  # type: ignore[attr-defined]  # as threading.Condition does

@@ -20,10 +20,11 @@ from ..run_summary.sums import NO_PAUSES, PAUSES, PHASES
 from ..utilization import share_of_peak
 from .ranks.amounts import PEAK, Amounts, Exact, exact
 from .ranks.role import WHOLE, RankRole
-from .step_flops.source import StepFlops, UnknownFlops
+from .step_flops.source import ApartFlops, StepFlops, UnknownFlops
 
 WINDOW_STEPS = 100
 _PAUSE_METRICS = {kind: f"perf/{kind}_time" for kind in PAUSES} | {"other": "perf/other_pause_time"}
+_TRAINING_PHASES = ("forward", "backward", "clipping", "optimizer")
 _PHASE_METRICS = {phase: f"perf/phase/{phase}" for phase in PHASES}
 
 
@@ -41,6 +42,8 @@ class StepTime(NamedTuple):
     """Seconds since the last step that are excluded from this one, by what ran in them."""
     phases_s: Mapping[str, float] | str | None = None
     """Seconds in each phase, which add up to `elapsed_s`, or why they are unknown; None if not asked for."""
+    gap_s: float | None = 0.0
+    """Those of them that the caller did not exclude: an unusual gap before the step. None if unknown."""
 
 
 _SIZES = {
@@ -72,6 +75,8 @@ class StepAmounts:
     """Whether its time is not representative: a first step, one that compiles, is profiled or observed."""
     unknown: UnknownFlops | None = None
     """Why there are no `flops`, and the estimate in their place."""
+    apart: ApartFlops | None = None
+    """What this rank did without gradients; None if the run did nothing of the kind so far."""
     observed: bool = False
     role: RankRole = WHOLE
     """Which part of these amounts is this rank's."""
@@ -164,11 +169,40 @@ class StepAmounts:
             found["perf/method"] = self.flops.method
         if self.unknown is not None:
             found["perf/mfu_unknown"] = self.unknown.reason
+        if self.apart is not None and self.apart.reason is not None:
+            found["perf/no_grad_unknown"] = self.apart.reason
+        elif self.apart is not None:
+            found["perf/no_grad_flops"] = self.apart.flops
+            found["perf/no_grad_method"] = self.apart.method
         if self.warmup:
             found["perf/warmup"] = True
         if self.observed:
             found["perf/observed"] = True
         return found
+
+    @cached_property
+    def _least_training_s(self) -> float | None:
+        """The time of this rank's model FLOPs at its peak."""
+        flops = self.flops
+        if flops is None or flops.peak_flops_per_s is None:
+            return None
+        return float(self.own[_MODEL_FLOPS]) / flops.peak_flops_per_s
+
+    def whole_step_mfu(self, time: StepTime) -> float | None:
+        """All counted work of this rank over all time of the step, unusual gaps included."""
+        apart = self.apart
+        if apart is None or apart.least_s is None or self._least_training_s is None:
+            return None
+        if not time.elapsed_s or time.gap_s is None:
+            return None
+        return (self._least_training_s + apart.least_s) / (time.elapsed_s + time.gap_s)
+
+    def training_mfu(self, time: StepTime) -> float | None:
+        """The work of this rank's training over the time of the phases that do it."""
+        if self._least_training_s is None or not isinstance(time.phases_s, Mapping):
+            return None
+        seconds = sum(time.phases_s.get(phase, 0.0) for phase in _TRAINING_PHASES)
+        return self._least_training_s / seconds if seconds > 0 else None
 
     @cached_property
     def hfu_method(self) -> str | None:
@@ -197,7 +231,7 @@ class LastAmounts:
 
 def performance(amounts: StepAmounts, time: StepTime) -> dict[str, Any]:
     """The `perf/` metrics of one step."""
-    steps, seconds, data_wait_s, between_s, forwards, left_out_s, phases_s = time
+    steps, seconds, data_wait_s, between_s, forwards, left_out_s, phases_s, _ = time
     row = amounts.timeless.copy()
     if seconds is not None and seconds > 0:
         row["perf/step_time"] = seconds / steps
@@ -205,6 +239,10 @@ def performance(amounts: StepAmounts, time: StepTime) -> dict[str, Any]:
         row.update({name: amount / seconds for name, amount in amounts.rates})
         if amounts.hfu_method is not None:
             row["perf/hfu_method"] = amounts.hfu_method
+        if (whole := amounts.whole_step_mfu(time)) is not None:
+            row["perf/mfu_whole_step"] = whole
+        if (training := amounts.training_mfu(time)) is not None:
+            row["perf/mfu_training"] = training
     if data_wait_s is not None:
         row["perf/data_wait"] = data_wait_s / steps
     if between_s is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
@@ -12,7 +13,8 @@ from .timing.between_steps import Gap
 from .timing.clock import Span
 from .values.datasets import PendingDatasetMetrics
 from .values.host_values import Number
-from .watching.batch_notes import StepBatches
+from .watching.batch_notes import StepBatches, TensorSizes
+from .watching.generation import Generation
 
 WARMUP_STEPS = 3
 """The first steps of a run, which are not representative."""
@@ -36,11 +38,13 @@ class ObservedStep:
     `is_whole`: it was observed from the end of the step before, else from its first forward pass.
     """
 
-    __slots__ = ("count", "is_whole", "observation")
+    __slots__ = ("apart", "count", "is_whole", "observation")
 
     def __init__(self, observation: Observation, *, is_whole: bool) -> None:
         self.observation, self.is_whole = observation, is_whole
         self.count: FlopCount | None = None
+        self.apart: Mapping[int, Counter[str]] | None = None
+        """`Observation.without_gradients`, set with the count of a whole step."""
 
 
 class StepExtras(NamedTuple):
@@ -92,6 +96,10 @@ class StepNote(NamedTuple):
     """Equal for steps that started the same backward passes; 0 if none, None if unknown."""
     gradients: bytes | None = None
     """Which parameters its optimizers found with a gradient, a byte for each; None if none stepped."""
+    apart: tuple[TensorSizes, ...] = ()
+    """The batches of the watched modules' passes without gradients, but for those of `generate`."""
+    generations: tuple[Generation, ...] = ()
+    """Calls of `generate` since the last step."""
 
     @property
     def position(self) -> StepPosition:

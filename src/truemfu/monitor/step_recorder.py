@@ -38,8 +38,9 @@ from .timing.clock import StepClock, TimeMark
 from .timing.phases import StepPhases
 from .values.datasets import PendingDatasetMetrics
 from .values.intake import LARGEST_STEP, Intake
-from .watching.batch_notes import Batch, BatchNotes, StepBatches, Template
+from .watching.batch_notes import Batch, BatchNotes, StepBatches, Template, TensorSizes
 from .watching.compilations import NewGraphs, compilations
+from .watching.generation import Generation
 from .watching.measuring import Measuring
 from .watching.model_hooks import ModelHooks
 from .watching.watched import Watched
@@ -63,13 +64,16 @@ class BegunBatch(NamedTuple):
 class EndedStep(NamedTuple):
     """What was observed of a step that has ended, the autograd nodes it made, and its backward passes.
 
-    `gradients` are those that its optimizers found.
+    `gradients` are those that its optimizers found, `apart` the batches of its passes without gradients.
+    `generations` are calls of `generate`.
     """
 
     observed: ObservedStep | None
     nodes: int | None
     passes: int | None
     gradients: bytes | None
+    apart: tuple[TensorSizes, ...]
+    generations: tuple[Generation, ...]
 
 
 class OwnTime:
@@ -198,7 +202,14 @@ class StepRecorder:
     def end_step(self) -> EndedStep:
         """Before `log_step`, with modes as the program has them: the step ends, and its observation."""
         observed, signals = self.watch.step_ends(), self.watch.signals
-        return EndedStep(observed, signals.nodes_made(), signals.passes, signals.gradients)
+        return EndedStep(
+            observed,
+            signals.nodes_made(),
+            signals.passes,
+            signals.gradients,
+            signals.apart,
+            signals.generations,
+        )
 
     def log_step(
         self,
@@ -275,6 +286,8 @@ class StepRecorder:
             extras,
             ended.passes,
             ended.gradients,
+            ended.apart,
+            ended.generations,
         )
         intake.values.flush_if_due(now_s, is_due=is_slow)
         if self._audit is not None:

@@ -10,6 +10,7 @@ from .metrics import StepAmounts, StepTime
 from .ranks.amounts import TOTALS, Exact
 
 _RATES = {f"perf/{name}" for name in MEDIANS if name not in (STEP_TIME, HFU)}
+_OWN_MFUS = {"mfu_whole_step": StepAmounts.whole_step_mfu, "mfu_training": StepAmounts.training_mfu}
 
 
 class StepTotals:
@@ -66,6 +67,9 @@ class StepTotals:
         if amounts.observed:  # an observed step's time is not a measurement
             return
         sums.add_values(STEP_TIME, [elapsed_s / time.steps for time, elapsed_s in timed], is_warmup=is_warmup)
+        for name, mfu_of in _OWN_MFUS.items():
+            mfus = [mfu_of(amounts, time) for time, _ in timed]
+            sums.add_values(name, [mfu for mfu in mfus if mfu is not None], is_warmup=is_warmup)
         for metric, rate in amounts.rates:
             name = metric.removeprefix("perf/")
             if metric in _RATES or name.startswith("mfu/"):

@@ -20,7 +20,17 @@ PAUSES = ("evaluation", "checkpoint", "generation", "other")
 PHASES = ("data_wait", "input", "forward", "no_grad", "backward", "clipping", "optimizer", "other")
 """What a step does one after the other."""
 STEP_TIME, HFU = "step_time_s", "hfu"
-MEDIANS = (STEP_TIME, "mfu", HFU, "tokens_per_second", "samples_per_second", "mfu_estimate", "tflops_per_gpu")
+MEDIANS = (
+    STEP_TIME,
+    "mfu",
+    HFU,
+    "tokens_per_second",
+    "samples_per_second",
+    "mfu_estimate",
+    "tflops_per_gpu",
+    "mfu_whole_step",
+    "mfu_training",
+)
 """The values that a summary has a median of, as `median_<name>`."""
 NO_PAUSES: Mapping[str, float] = MappingProxyType({})
 _RESERVOIR_SIZE = 4096

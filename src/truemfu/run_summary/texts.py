@@ -153,6 +153,7 @@ def _figures(run: RunResults) -> list[Figure]:
             for name, mfu in summary.median_mfu_by_model.items()
             if mfu is not None
         ],
+        *_own_mfus(summary),
         *_estimate(summary),
         _figure(
             "model FLOP/s, median",
@@ -415,6 +416,19 @@ def _mfu_remark(summary: RunSummary) -> str:
     remark = f"the model's work, {_basis(summary)}"
     unknown = sum(summary.mfu_unknown.values())
     return f"{remark}; unknown for {unknown:,} of {summary.steps or 0:,} steps" if unknown else remark
+
+
+def _own_mfus(summary: RunSummary) -> list[Figure]:
+    """In runs with work without gradients: MFU of whole steps, and of their training alone."""
+    whole, training = summary.median_mfu_whole_step, summary.median_mfu_training
+    if whole is None:
+        return []
+    of_whole = "all counted work, also without gradients, over all time of a step"
+    of_training = "training's work over the time of forward, backward, clipping and optimizer"
+    return [
+        _figure("MFU, whole step", share, whole, of_whole, UNKNOWN),
+        _figure("MFU of training", share, training, of_training, "the phases of steps are not known"),
+    ]
 
 
 def _estimate(summary: RunSummary) -> list[Figure]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from threading import get_ident
 from typing import Any
@@ -64,6 +65,8 @@ class Observation(Tally):
         self.problem: str | None = None
         self.copies = Copies()
         self.training_passes = 0
+        self.generation_pass = 0
+        """Which pass of `generate` runs, from 1; 0 outside of it."""
         self.runs: list[RegionRun | GraphReplay] = []
         """Calls of compiled code, and replays: what they multiply follows `entries` once it is resolved."""
         self._counted_runs = 0
@@ -167,6 +170,8 @@ class Observation(Tally):
         if torch.is_grad_enabled() or self.training_passes:
             return "forward"
         call = self._functions.current()
+        if call is Call.NONE and self.generation_pass:
+            return f"{APART} {self.generation_pass}"
         return "forward" if call is Call.WITH_GRADIENTS else UNDECIDED if call is Call.UNKNOWN else APART
 
     def _count(self, name: str, func: Any, args: Any, kwargs: Any, out: Any) -> Entry | None:
@@ -241,10 +246,15 @@ class Observation(Tally):
         self.resolve(documents)
         return self.result(method=OBSERVED)
 
-    def without_gradients(self) -> int:
-        """FLOPs of work that trains nothing: a reference model, an evaluation, the optimizer."""
+    def without_gradients(self) -> dict[int, Counter[str]]:
+        """Model FLOPs of work that trains nothing, by dtype: of passes of `generate`, at 0 of the rest."""
         self.resolve()
-        return sum(entry.executed for entry in self.entries if entry.phase == APART)
+        found: dict[int, Counter[str]] = {0: Counter()}
+        for entry in self.entries:
+            if entry.phase.startswith(APART):
+                number = int(entry.phase.removeprefix(APART) or 0)
+                found.setdefault(number, Counter())[entry.dtype] += entry.needed
+        return found
 
     @property
     def before_first_batch(self) -> int:
@@ -261,7 +271,7 @@ class Observation(Tally):
         return work_of(self)
 
     def training_entries(self) -> Sequence[Entry]:
-        return [entry for entry in self.entries if entry.phase != APART]
+        return [entry for entry in self.entries if not entry.phase.startswith(APART)]
 
     def _may_be_work(self, name: str, func: Any) -> bool:
         packet = getattr(func, "overloadpacket", None)

@@ -53,6 +53,7 @@ class StepObserver:
         self._mode = _mode(self._seen, self._regions)
         self._thread = threading.get_ident()
         self._passes: list[bool] = []
+        self._generation_passes = 0
         self._stop_launches: Callable[[], None] = lambda: None
 
     def enter(self) -> None:
@@ -127,6 +128,16 @@ class StepObserver:
         if threading.get_ident() == self._thread and self._passes:
             self._seen.training_passes -= self._passes.pop()
             self._seen.leave_module()
+
+    def generation_pass_begins(self) -> int:
+        """Record that a pass of `generate` begins; its number in the step."""
+        self._generation_passes += 1
+        self._seen.generation_pass = self._generation_passes
+        return self._generation_passes
+
+    def generation_ends(self) -> None:
+        """Record that `generate` has returned."""
+        self._seen.generation_pass = 0
 
     def batch_begins(self, *, may_be_packed: bool = False) -> None:
         """Record that a micro-batch of the step begins; documents may be packed in its rows."""

@@ -145,6 +145,7 @@ class StepReader:
             names = [name for pending, _ in note.extras.datasets for name in pending.names]
             datasets = dataset_metrics(names, torch.cat([copy.get() for _, copy in note.extras.datasets]))
         datasets |= note.extras.metrics
+        datasets |= self._flops.generation(note)
         training = {
             "global_step": position.step,
             "training/loss": resolved(note.loss),
@@ -171,6 +172,7 @@ class StepReader:
                 useful_tokens=_sum([resolved(b.useful_tokens) for b in sized]),
                 flops=flops if isinstance(flops, StepFlops) else None,
                 unknown=flops if isinstance(flops, UnknownFlops) else None,
+                apart=self._flops.without_gradients(note),
                 warmup=note.warmup,
                 observed=note.extras.observed is not None,
                 role=role,

@@ -121,7 +121,7 @@ class KnownSteps:
         notice: Callable[..., None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._watch, self._plan, self.convention = watch, watch.plan, watch.convention
+        self._watch, self.plan, self.convention = watch, watch.plan, watch.convention
         self._notice, self._clock = notice, clock
         self._agreed = self._contradicted = 0
         """How many observations did the work that was known of such steps before, and how many did not."""
@@ -159,7 +159,7 @@ class KnownSteps:
             alike.problem = problem
             self._problems[problem or "part"] += 1
             if self._problems[problem or "part"] <= _MOST_PROBLEMS:
-                self._plan.ask("an observation failed")
+                self.plan.ask("an observation failed")
             return
         alike.problem = None
         self._problems.clear()
@@ -195,13 +195,13 @@ class KnownSteps:
                 self._watch.repeats_agree()
         observed = note.extras.observed
         if not self._is_repeatable and observed is not None and observed.is_whole:
-            self._plan.ask("no observation was repeated yet")
+            self.plan.ask("no observation was repeated yet")
         if ran.nodes is None or not note.batches.notes or note.batches.missing:
             return
         kind = note.state, note.passes, ran
         form = self._forms.get(kind) or ObservedForm()
         _put(self._forms, kind, form)
-        agrees = form.add(_sizes(note), integers_of(count, _FITTED))
+        agrees = form.add(micro_batches(note), integers_of(count, _FITTED))
         if not agrees and not is_changed:
             self._notice(
                 f"FLOPs from a closed form may be wrong in steps before step {step}: that step was "
@@ -219,7 +219,7 @@ class KnownSteps:
         self._forms.clear()
         self._watch.observe_again()
         if alike.changes < _MOST_CHANGES:
-            self._plan.ask("the work changed")
+            self.plan.ask("the work changed")
 
     @property
     def _is_repeatable(self) -> bool:
@@ -267,14 +267,14 @@ class KnownSteps:
         if observed is not None and (observed.is_whole or (self._has_whole and not self._drops_parts)):
             return True
         if (observed is None or self._has_whole) and not isinstance(self.answer(note), Unknown):
-            self._plan.known_kind(kind_of(note.batches, note.nodes, note.passes, note.gradients))
+            self.plan.known_kind(kind_of(note.batches, note.nodes, note.passes, note.gradients))
             return True
         if note.batches.missing is not None or not note.batches.notes:
             return True
         if any(batch.lengths for batch in note.batches.notes):  # the training thread reads no values
-            self._plan.ask("lengths of documents or images that were not observed")
+            self.plan.ask("lengths of documents or images that were not observed")
         now_s = self._clock()
-        return now_s - note.span.end.host_s > _LONGEST_HOLD_S or not self._plan.wants_unknown(now_s)
+        return now_s - note.span.end.host_s > _LONGEST_HOLD_S or not self.plan.wants_unknown(now_s)
 
     def work(self, note: StepNote) -> StepWork | None:
         """An observed step with the same batches, by shape."""
@@ -291,7 +291,7 @@ class KnownSteps:
 
     def _predicted(self, note: StepNote) -> dict[str, int] | None:
         """By the form of steps that ran the same; where the gradients are unknown all forms must agree."""
-        kind, sizes = (note.state, note.passes, _Ran(note.nodes, note.gradients)), _sizes(note)
+        kind, sizes = (note.state, note.passes, _Ran(note.nodes, note.gradients)), micro_batches(note)
         exact = self._forms.get(kind)
         found = None if exact is None else exact.predict(sizes)
         if found is not None or note.gradients is not None:
@@ -324,7 +324,8 @@ def key_of(note: StepNote) -> Key:
     return note.state, note.passes, *(batch.key for batch in note.batches.notes)
 
 
-def _sizes(note: StepNote) -> Sequence[MicroBatch]:
+def micro_batches(note: StepNote) -> Sequence[MicroBatch]:
+    """The sizes of a step's batches."""
     return [MicroBatch(batch.template.kind, batch.sizes) for batch in _counted(note.batches.notes)]
 
 

@@ -31,13 +31,15 @@ from ...flops import (
     uncounted_notice,
     unwrap,
 )
-from ...hardware.detect import get_gpu_peak_flops, known_spec, override_flops_per_s
+from ...hardware.detect import get_gpu_peak_flops, known_spec, override_flops_per_s, spec_of
 from ...utilization import ideal_flops_per_s
 from ..config import MonitorConfig
 from ..ranks.this_rank import ThisRank
 from ..step_note import StepNote
 from ..watching.batch_notes import BatchNote
 from ..watching.model_hooks import ModelHooks
+from .apart import WorkApart
+from .generation import GenerationFlops
 from .known import KnownSteps, Unknown
 
 Notice = Callable[..., None]
@@ -66,6 +68,17 @@ class StepFlops:
     """How `hardware_flops` were measured, if they are not counted."""
     by_model: Mapping[str, int] = field(default_factory=dict)
     """The model FLOPs of each model, if several are watched."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApartFlops:
+    """The FLOPs of a step's work without gradients, or why they are unknown."""
+
+    flops: int | None = None
+    least_s: float | None = None
+    """Their time at the peak of one device; None if that is unknown."""
+    method: str | None = None
+    reason: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +111,9 @@ class FlopsSource:
         """In FLOP/s; None to use the table."""
         self._peaks: OrderedDict[tuple[Any, ...], tuple[float | None, str | None]] = OrderedDict()
         self._estimators: dict[tuple[Any, ...], Estimator | None] = {}
+        spec = spec_of(device)
+        bandwidth = None if spec is None else spec.memory_bandwidth_bytes_per_s
+        self.apart = WorkApart(known.plan, GenerationFlops(known.convention, bandwidth), notice)
         self._last: tuple[FlopCount, StepFlops] | None = None
         self.executed_ratio: float | None = None
         """Executed FLOPs over those counted, of the last profiled step or the last window of counters."""
@@ -120,6 +136,7 @@ class FlopsSource:
             return
         try:
             self.known.take(note)
+            self.apart.take(note)
         except Exception as error:
             self._notice(f"an observed step could not be counted: {one_line(error)}")
 
@@ -146,6 +163,25 @@ class FlopsSource:
             names = {batch.template.model for batch in note.batches.notes}
             self._last = found, self._counted(found, names)
         return self._last[1]
+
+    def without_gradients(self, note: StepNote) -> ApartFlops | None:
+        """The FLOPs of a step's work without gradients; None if no step so far did any."""
+        if self._config.estimates_only or not note.measured:
+            return None
+        found = self.apart.answer(note)
+        if not (self.apart.is_there or note.generations):
+            return None
+        if isinstance(found, Unknown):
+            return ApartFlops(reason=found.reason)
+        peak = self._peak(found.by_dtype)[0] if found.flops else None
+        least_s = 0.0 if not found.flops else None if peak is None else found.flops / peak
+        return ApartFlops(flops=found.flops, least_s=least_s, method=found.method)
+
+    def generation(self, note: StepNote) -> dict[str, float | str]:
+        """The metrics of a step's calls of `generate`."""
+        observed = note.extras.observed
+        found = None if observed is None else observed.apart
+        return self.apart.generation.metrics(note.generations, found) if note.generations else {}
 
     def _note_windows(self, note: StepNote) -> None:
         """Note where the convention counts pairs outside of a model's sliding windows."""

@@ -31,13 +31,16 @@ from ...torch_private.profiling import is_profiled
 from ...torch_private.watching import backward_number, functorch_level
 from .. import forks
 from ..step_note import ObservedStep
-from ..watching.batch_notes import StepBatches, Template
+from ..watching.batch_notes import Batch, StepBatches, Template, TensorSizes, tensor_sizes
+from ..watching.generation import Generation
 from ..watching.gradients import MOST_PARAMETERS, gradients_found
 from ..watching.model_hooks import ModelHooks
 from .model_states import ModelChange, ModelStates
 from .plan import ObservationPlan
 
 _MOST_KINDS = 4096
+_MOST_PASSES_APART = 64
+"""Passes without gradients whose sizes are kept; of more only a hash."""
 _now_s = time.perf_counter
 PROFILED = "steps were not observed while a profiler was active, which would record each operator twice"
 Kind = tuple[tuple[int, ...], int | None, int | None, bytes | None]
@@ -90,11 +93,17 @@ class StepSignals:
         """A hash of the backward passes, 0 if there were none; None in a step whose begin was not seen."""
         self.gradients: bytes | None = None
         """Which parameters had a gradient when their optimizers stepped, a byte each; None if none did."""
+        self.apart: tuple[TensorSizes, ...] = ()
+        """The batches of the watched modules' passes without gradients, but for those of `generate`."""
+        self.is_generating = False
+        self.generations: tuple[Generation, ...] = ()
+        """Calls of `generate` since the last step."""
 
     def begin(self) -> None:
         """A step begins on this thread."""
         self._thread, self.first = threading.get_ident(), next_sequence_nr()
         self._before_pause, self._resumed_at, self.passes, self.gradients = None, 0, 0, None
+        self.apart, self.generations = (), ()
 
     def nodes_made(self) -> int | None:
         """So far in this step; None if unknown."""
@@ -108,6 +117,13 @@ class StepSignals:
             now = next_sequence_nr()
             ages = [now - n - (self._in_pause if n < self._resumed_at else 0) for n in numbers]
             self.passes = hash((self.passes, *ages, asked))
+
+    def evaluation_begins(self, batch: Batch | None) -> None:
+        """A watched module's forward pass without gradients begins on some thread."""
+        if self._is_here and not self.is_generating:
+            sizes = () if batch is None else tensor_sizes(batch)
+            is_full = len(self.apart) >= _MOST_PASSES_APART
+            self.apart = ((("", (hash((self.apart, sizes)),)),),) if is_full else (*self.apart, sizes)
 
     def backward_ended(self) -> None:
         """It has returned: nothing to note."""

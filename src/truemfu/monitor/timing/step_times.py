@@ -25,7 +25,10 @@ class StepTiming:
         took = StepTime(steps, duration_s(span), *_between(gap, span, is_excluded=bool(excluded)))
         if self._has_phases and took.elapsed_s is not None:
             took = took._replace(phases_s=phases_of(span, has_compiled_code=has_compiled_code))
-        return took._replace(left_out_s=left_out_s(span.pauses)) if span.pauses else took
+        if not span.pauses:
+            return took
+        gap_s = gap_seconds([(pause.begin, pause.end) for pause in excluded])
+        return took._replace(left_out_s=left_out_s(span.pauses), gap_s=gap_s)
 
 
 def _between(gap: Gap, span: Span, *, is_excluded: bool) -> Between:

@@ -42,7 +42,7 @@ def _is_our_hook(hook: Any) -> bool:
 
 
 class _BatchHook(_Hook):
-    """Before a forward pass: `seen` gets its batch if gradients are enabled, else `evaluated` is called.
+    """Before a forward pass: `seen` gets its batch if gradients are enabled, else `evaluated` does.
 
     Each returns whether `ended` is to be called after this forward pass.
 
@@ -54,7 +54,7 @@ class _BatchHook(_Hook):
         self,
         model: nn.Module,
         seen: Callable[[Batch | None], bool],
-        evaluated: Callable[[], bool],
+        evaluated: Callable[[Batch | None], bool],
         ended: Callable[[], None] | None,
     ) -> None:
         self._seen, self._evaluated, self._ended = seen, evaluated, ended
@@ -70,7 +70,8 @@ class _BatchHook(_Hook):
     def _tell(self, module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if _is_tracing() or _has_proxies(args, kwargs):
             return
-        wants_end = self._seen(self._batch(args, kwargs)) if _is_grad_enabled() else self._evaluated()
+        begins = self._seen if _is_grad_enabled() else self._evaluated
+        wants_end = begins(self._batch(args, kwargs))
         if wants_end and module is not None and self._ended is not None:
             try:
                 _EndHook(self._ended).add(module)
@@ -111,7 +112,7 @@ class _EndHook(_Hook):
 
 
 class Attachment:
-    """A hook on a model: `seen` gets each training batch, `evaluated` is called without gradients.
+    """A hook on a model: `seen` gets each training batch, `evaluated` those of passes without gradients.
 
     `ended` is called after forward passes for which these returned True, or after all if it `ends_always`;
     `returned`, if given, after all that raised nothing. A model compiled by `Module.compile` calls no hook,
@@ -123,7 +124,7 @@ class Attachment:
         self,
         model: nn.Module,
         seen: Callable[[Batch | None], bool],
-        evaluated: Callable[[], bool],
+        evaluated: Callable[[Batch | None], bool],
         ended: Callable[[], None],
         *,
         ends_always: bool = False,

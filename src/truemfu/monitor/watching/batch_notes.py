@@ -37,6 +37,8 @@ _DEEPEST = 4
 _VALUE_KEYS = frozenset({*CUMULATIVE, *GRIDS, "position_ids"})
 Batch = Mapping[Any, Any]
 """A batch by name, or by position for a forward that takes any number of positional arguments."""
+TensorSizes = tuple[tuple[str, tuple[int, ...]], ...]
+"""The tensors of a batch by name, and their shapes."""
 KeyPath = tuple[Any, ...]
 """The keys that lead to a tensor in a batch, through nested mappings."""
 _PLAIN = (int, float, str, bool, type(None))
@@ -301,6 +303,11 @@ def by_name_or_position(batch: Mapping[str, Any] | Sequence[Any] | torch.Tensor)
         return batch if isinstance(batch, Mapping) else dict(enumerate(batch))
     except Exception:  # a custom sequence may raise anything
         return None
+
+
+def tensor_sizes(batch: Batch) -> TensorSizes:
+    """The shapes of a batch's own tensors, in a microsecond or two."""
+    return tuple([(str(name), tuple(v.shape)) for name, v in batch.items() if isinstance(v, _Tensor)])
 
 
 def _tensor_paths(batch: Batch) -> Iterator[KeyPath]:

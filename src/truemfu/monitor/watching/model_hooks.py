@@ -18,7 +18,7 @@ from .watched import CalledModels, NoModels, Watched, WatchedModels
 
 
 class ModelHooks:
-    """`seen` gets each training batch of a watched module, `evaluated` is called without gradients.
+    """`seen` gets each training batch of a watched module, `evaluated` those of passes without gradients.
 
     `ended` is called after a forward pass for which they returned True, `returned` after each that raised
     nothing. Of models that are found at their calls, every module is watched until the first step has ended;
@@ -28,7 +28,7 @@ class ModelHooks:
     def __init__(
         self,
         seen: Callable[[Watched, Batch | None], bool],
-        evaluated: Callable[[], bool],
+        evaluated: Callable[[Batch | None], bool],
         ended: Callable[[], None],
         notices: Notices,
         *,
@@ -76,8 +76,8 @@ class ModelHooks:
         def seen(batch: Batch | None) -> bool:
             return models.begins(watched, is_training=True) and self._seen(watched, batch)
 
-        def evaluated() -> bool:
-            return models.begins(watched, is_training=False) and self._evaluated()
+        def evaluated(batch: Batch | None) -> bool:
+            return models.begins(watched, is_training=False) and self._evaluated(batch)
 
         def ended() -> None:
             if models.ends(watched):

@@ -52,6 +52,8 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Of this rank alone, in a job of several."""
     mfu_estimate: float | None = msgspec.field(name="perf/mfu_estimate", default=None)
     """From the model's structure, where the FLOPs were not counted."""
+    mfu_training: float | None = msgspec.field(name="perf/mfu_training", default=None)
+    mfu_whole_step: float | None = msgspec.field(name="perf/mfu_whole_step", default=None)
     hfu: float | None = msgspec.field(name="perf/hfu", default=None)
     tflops_per_gpu: float | None = msgspec.field(name="perf/tflops_per_gpu", default=None)
     tokens_per_s: float | None = msgspec.field(name="perf/tokens_per_second", default=None)

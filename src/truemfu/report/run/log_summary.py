@@ -24,6 +24,8 @@ from .log_rows import PAUSES, PHASES, LogRows
 _RATES = {
     "mfu": "mfu",
     "mfu_estimate": "mfu_estimate",
+    "mfu_whole_step": "mfu_whole_step",
+    "mfu_training": "mfu_training",
     "tflops_per_gpu": "tflops_per_gpu",
     "tokens_per_second": "tokens_per_s",
     "samples_per_second": "samples_per_s",

@@ -1,0 +1,64 @@
+"""What is noted of a call of `generate`: sizes of its forward passes and of its cache, and marks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ..timing.clock import TimeMark
+
+
+class Pass(NamedTuple):
+    """A forward pass of a model that generates."""
+
+    number: int
+    """In the observation of the step, from 1; 0 if it was not observed."""
+    rows: int
+    queries: int
+    """Positions of each row that are computed."""
+    cached: int
+    """Positions of each row before them, of which keys and values are read."""
+
+
+class Weights(NamedTuple):
+    """What each decoding step must read of a model: all but tables of embeddings, of which a few rows are."""
+
+    bytes: int
+    matrix_elements: int
+    """Those of matrices: a dense model multiplies each position by all of them."""
+
+
+class CacheLayer(NamedTuple):
+    """Keys and values of one layer when generation ended."""
+
+    positions: int
+    bytes_per_position: int
+    """Of all rows."""
+
+
+@dataclass(eq=False)
+class Generation:
+    """One call of `generate`."""
+
+    model: int
+    """Which model: equal for calls of the same one."""
+    begin: TimeMark
+    weights: Weights
+    is_paused: bool
+    """Whether it ran in a pause, outside of the step."""
+    passes: list[Pass] = field(default_factory=list)
+    decode: TimeMark | None = None
+    """Where the first pass of one position began."""
+    end: TimeMark | None = None
+    prompt: int | None = None
+    """Positions of each row before the first that was generated, where they are returned too; else 0."""
+    tokens: int | None = None
+    """That were generated in all rows, with those after a row's end."""
+    cache: Sequence[CacheLayer] | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all its forward passes were seen."""
+        rows = self.passes[0].rows if self.passes else 0
+        return bool(rows) and self.tokens is not None and len(self.passes) * rows >= self.tokens
