@@ -474,6 +474,10 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     forwards_between_steps: int | None = None
     """Forward passes without gradients in that time."""
     left_out: dict[str, LeftOut] = {}
+    phases_s: dict[str, float] = {}
+    """Mean seconds of a step in each phase, after warm-up; they add up to the mean step."""
+    phases_unknown: dict[str, int] = {}
+    """Why steps have no phases, and how many."""
     totals: RunTotals | None = None
     ranks: list[RankSummary] = []
     """Of a job, the first few dozen."""
@@ -552,6 +556,8 @@ class RunRecord(VersionedRecord, frozen=True, kw_only=True):
     model: ModelFacts | None = None
     batch_shapes: list[dict[str, list[int]]] = []
     """Names and shapes of the tensors of the latest distinct batches."""
+    loader_workers: int | None = None
+    """Of the DataLoader of the last batch; None if batches came from elsewhere."""
     command: list[str] = []
     """How the run was started, without the values of secrets."""
     git_commit: str | None = None

@@ -20,7 +20,15 @@ if TYPE_CHECKING:
     from ..report.run.load import LoadedRun
 
 _SHORTEST_STATE = 30
-_SHOWN = ("step, median", "MFU, median", "model FLOP/s, median", "HFU, median", "tokens/s", "samples/s")
+_SHOWN = (
+    "step, median",
+    "MFU, median",
+    "model FLOP/s, median",
+    "HFU, median",
+    "tokens/s",
+    "samples/s",
+    "forward and backward",
+)
 
 
 @click.command(short_help="Show a run, running or ended; without a folder, list the runs here.")
@@ -49,6 +57,7 @@ def status(folder: Path | None, as_json: bool) -> None:
         _list_runs(folder or Path(), as_json)
         return
     from ..report.run.log_summary import results_of, summary_of_log
+    from ..run_summary.phases import LIMIT_LABEL
     from ..run_summary.texts import figures, methods_text
 
     run = load_run(folder)
@@ -67,6 +76,7 @@ def status(folder: Path | None, as_json: bool) -> None:
             for one in figures(replace(results_of(run), summary=summary))
             if one.label in _SHOWN
         ),
+        *([(LIMIT_LABEL, found["limit"])] if found["limit"] is not None else []),
         ("FLOPs by", methods_text(summary) or "nothing yet"),
         *(job_lines(run.job) if run.job is not None else ()),
     ]
@@ -143,7 +153,9 @@ def _cut(text: str, width: int) -> str:
 
 def _state_of(run: LoadedRun, summary: RunSummary) -> dict[str, Any]:
     """What a script reads; `summary` is that of the log."""
+    from ..records import RunRecord
     from ..report.run.job_view import job_json
+    from ..run_summary.phases import limit_of_steps
 
     last = run.rows[-1] if run.rows else None
     own = None if run.record is None else run.record.summary
@@ -163,6 +175,9 @@ def _state_of(run: LoadedRun, summary: RunSummary) -> dict[str, Any]:
         "median_step_time_s": summary.median_step_time_s,
         "median_mfu": summary.median_mfu,
         "median_hfu": summary.median_hfu,
+        "phases_s": summary.phases_s,
+        "phases_unknown": summary.phases_unknown,
+        "limit": limit_of_steps(run.record or RunRecord(), summary),
         "median_tokens_per_second": summary.median_tokens_per_second,
         "method": summary.method,
         "methods": summary.methods,

@@ -89,6 +89,7 @@ class LiveRun:
         # What holds for all ranks of a job is one warning, rank 0's.
         about_figures = notices if self._rank.is_first else self._rank.note
         self._clock = clock = StepClock(clock_for(device), now_s=_now_s)
+        self._between = between
         between.mark_with(clock)
         self._leave_torch = contextlib.ExitStack()
         phases = _watched_phases(clock, between, self._leave_torch) if config.step_phases else None
@@ -277,7 +278,10 @@ class LiveRun:
 
     def info(self) -> dict[str, Any]:
         """The description of the whole run."""
-        info = self._description | {"batch_shapes": self.steps.batches.shapes()}
+        info = self._description | {
+            "batch_shapes": self.steps.batches.shapes(),
+            "loader_workers": self._between.workers,
+        }
         return info if self._rank.job is None else info | {"scope": self._rank.job.scope}
 
     def summary(self) -> dict[str, Any]:

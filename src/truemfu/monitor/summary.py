@@ -11,6 +11,7 @@ import msgspec
 
 from ..errors import one_line
 from ..records import UPPER_BOUND, RankSummary, RunHardware, RunRecord, RunSummary, WaterfallPart
+from ..run_summary.phases import LIMIT_LABEL, limit_of_steps
 from ..run_summary.texts import (
     NO_RATE,
     RunResults,
@@ -61,6 +62,7 @@ def info_of(
         "scope": "one device" if world_size == 1 else f"rank {rank} of {world_size} alone",
         "model": model,
         "batch_shapes": [],
+        "loader_workers": None,
     }
 
 
@@ -122,6 +124,8 @@ def lines_of(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     run = RunResults(record=record, summary=found)
     lines = [line for line in facts(run) if line[0] in _FACTS]
     lines += [(figure.label, figure.text) for figure in figures(run)]
+    if (limit := limit_of_steps(record, found)) is not None:
+        lines.append((LIMIT_LABEL, limit))
     if found.method is not None:
         lines += [
             ("MFU unknown", f"{counted(steps, 'step')}: {reason}")

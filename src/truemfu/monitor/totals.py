@@ -59,6 +59,11 @@ class StepTotals:
                 [time.between_s for time, _ in timed if time.between_s is not None],
                 sum([time.forwards for time, _ in timed]),
             )
+            for time, _ in timed:
+                if isinstance(time.phases_s, str):
+                    sums.add_phases_unknown(time.phases_s, time.steps)
+                elif time.phases_s is not None:
+                    sums.add_phases(time.phases_s, time.steps)
         if amounts.observed:  # an observed step's time is not a measurement
             return
         sums.add_values(STEP_TIME, [elapsed_s / time.steps for time, elapsed_s in timed], is_warmup=is_warmup)

@@ -85,6 +85,10 @@ class RunSums:
         self._forwards = 0
         self._pauses: dict[str, tuple[int, float]] = {}
         """How often something other than steps ran, and its seconds."""
+        self._phases_s: dict[str, float] = {}
+        self._phase_steps = 0
+        """Steps whose phases are known, after warm-up."""
+        self._phases_unknown: Counter[str] = Counter()
 
     def add_values(self, name: str, values: Sequence[float], *, is_warmup: bool) -> None:
         """Add known values of `MEDIANS`, or of `mfu/<model>`, of steps that were not observed."""
@@ -118,6 +122,17 @@ class RunSums:
             times, sum_s = self._pauses.get(kind, (0, 0.0))
             self._pauses[kind] = times + len(seconds), sum_s + sum(seconds)
 
+    def add_phases(self, phases_s: Mapping[str, float], steps: int) -> None:
+        """Add seconds by phase of steps after warm-up."""
+        self._phase_steps += steps
+        for phase, seconds in phases_s.items():
+            self._phases_s[phase] = self._phases_s.get(phase, 0.0) + seconds
+
+    def add_phases_unknown(self, reason: str, steps: int) -> None:
+        """Add steps after warm-up whose phases are unknown."""
+        if reason in self._phases_unknown or len(self._phases_unknown) < _MOST_REASONS:
+            self._phases_unknown[reason] += steps
+
     def add_tokens(self, tokens: float, useful_tokens: float) -> None:
         """Add the tokens of steps whose padding is known."""
         self._tokens += tokens
@@ -149,6 +164,12 @@ class RunSums:
             "between_steps_share": self._share("between_steps"),
             "forwards_between_steps": self._forwards,
             "left_out": self._left_out(last_pauses),
+            "phases_s": {
+                phase: self._phases_s[phase] / self._phase_steps
+                for phase in PHASES
+                if phase in self._phases_s
+            },
+            "phases_unknown": dict(self._phases_unknown),
             "hfu_method": self._hfu_method,
             "method": self.methods.most_common(1)[0][0] if self.methods else None,
             "methods": dict(self.methods),

@@ -13,6 +13,7 @@ from ..records import UPPER_BOUND, MonitorCost, RunHardware, RunRecord, RunSumma
 from ..text import counted, duration, flop_rate, number, percent_text, share, size
 from ..training_plan import per_million_tokens
 from ..waterfall import BETWEEN_STEPS, NO_TENSOR, evaluations
+from .phases import PASSES_LABEL, passes_share, phases_text, why_no_phases
 
 UNKNOWN = "unknown"
 NO_SUMMARY = "known only when a run has ended and written its summary"
@@ -173,6 +174,7 @@ def _figures(run: RunResults) -> list[Figure]:
         _figure("padding", share, summary.padding_lost, "of all tokens", "no attention mask was seen"),
         _figure("waiting for data", share, summary.data_wait_share, waited_of, NO_LOADER),
         _figure(BETWEEN_STEPS, share, summary.between_steps_share, between, no_forward),
+        *_phases(run),
         *[
             Figure(
                 label="pauses" if kind == "other" else kind,
@@ -184,6 +186,15 @@ def _figures(run: RunResults) -> list[Figure]:
         ],
         _cost(summary.monitor_cost),
     ]
+
+
+def _phases(run: RunResults) -> list[Figure]:
+    """The phases of a step; empty for a run that was not divided into phases."""
+    phases_s, why_not = run.summary.phases_s, why_no_phases(run.summary)
+    passes = passes_share(phases_s)
+    if passes is None and why_not is None:
+        return []
+    return [_figure(PASSES_LABEL, share, passes, f"of a step: {phases_text(phases_s)}", why_not or "")]
 
 
 def memory(run: RunResults) -> Figure:

@@ -17,8 +17,8 @@ from .replacing import Listeners
 class LoaderListener(Protocol):
     """Called on the thread that requests a batch; must not raise."""
 
-    def wait_begins(self) -> None:
-        """A batch is requested from a loader."""
+    def wait_begins(self, workers: int | None) -> None:
+        """A batch is requested from a loader with so many worker processes."""
 
     def wait_ends(self, *, has_batch: bool) -> None:
         """The loader has returned a batch, or raised."""
@@ -34,8 +34,9 @@ def listen(listener: LoaderListener) -> Callable[[], None]:
 
 
 def _tell(listeners: Sequence[LoaderListener], original: Callable[[Any], Any], iterator: Any) -> Any:
+    workers = getattr(iterator, "_num_workers", None)
     for listener in listeners:
-        listener.wait_begins()
+        listener.wait_begins(workers)
     has_batch = False
     try:
         batch = original(iterator)

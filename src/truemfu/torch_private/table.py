@@ -142,6 +142,7 @@ SCRIPT_MODULE = _private(
 ATTRIBUTES: dict[str, str] = {
     "_buffers _modules _parameters": "of a module: it can be neither counted nor estimated",
     "_forward_hooks _forward_pre_hooks": "of a module: it is observed by a hook, and not estimated",
+    "_num_workers": "of a loader's iterator: the number of its workers is unknown",
     "_orig_mod": "of a compiled module: it is counted with its wrapper, or not at all",
     "_get_fsdp_state _mp_policy": "of a module sharded by FSDP: it can be neither counted nor estimated",
     "_fsdp_param_group _fsdp_param_groups": "of a module sharded by FSDP: the job's FLOPs are unknown",

@@ -106,7 +106,8 @@ class Output:
     def wake(self) -> None:
         """Rows were added: wake the lanes; with the first rows the run's description is written too."""
         if self._run_file is not None and self._describe is not None:
-            self._run_file.put(0, {"batch_shapes": self._describe()["batch_shapes"]})
+            described = self._describe()
+            self._run_file.put(0, {name: described[name] for name in ("batch_shapes", "loader_workers")})
             self._run_file.flush()
             self._describe = None
         for lane in self._lanes():

@@ -162,6 +162,7 @@ class BetweenSteps:
         "_first",
         "_listener",
         "_now_s",
+        "_workers",
         "end_s",
         "first_s",
         "forwards",
@@ -169,6 +170,7 @@ class BetweenSteps:
         "pauses",
         "thread",
         "waits",
+        "workers",
     )
 
     def __init__(self, *, now_s: Callable[[], float] = time.perf_counter) -> None:
@@ -182,6 +184,9 @@ class BetweenSteps:
         """When the first forward pass of the current step began, if known."""
         self.last_s: float | None = None
         self.waits: list[Wait] = []
+        self.workers: int | None = None
+        """Of the DataLoader of the last batch; None if it came from elsewhere."""
+        self._workers: int | None = None
         self.forwards = 0
         self._depth = 0
         self._began_s = 0.0
@@ -210,11 +215,12 @@ class BetweenSteps:
         if self.end_s is not None:
             self.end_s += seconds
 
-    def wait_begins(self) -> None:
-        """A loader's `next` begins; a loader inside another is counted once."""
+    def wait_begins(self, workers: int | None = None) -> None:
+        """The `next` of a loader with so many workers begins; a loader inside another is counted once."""
         if _thread() != self.thread:
             return
         self._depth += 1
+        self._workers = workers
         if self._depth > 1:
             return
         self._began_s, self._began = self._now_s(), None
@@ -234,6 +240,7 @@ class BetweenSteps:
             self._listener.wait_ends(has_batch=has_batch)
         if self._depth or self.is_paused or not has_batch or not (is_given or _is_grad_enabled()):
             return
+        self.workers = self._workers
         waits, ended_s, marks = self.waits, self._now_s(), None
         seconds = ended_s - self._began_s
         if self._began is not None and seconds >= _SHORT_WAIT_S and (end := self._mark()) is not None:

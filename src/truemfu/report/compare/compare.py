@@ -20,6 +20,7 @@ from typing import Literal
 import msgspec
 
 from ...errors import UsageError
+from ...run_summary.phases import PHASE_NAMES
 from ...run_summary.texts import PARTLY_ESTIMATED
 from ...text import some_of
 from .intervals import FEWEST_STEPS, Estimate, mean_of, median_of, ratio_of, shows_run_to_run
@@ -43,11 +44,20 @@ RUN_TO_RUN_ON_CPU = 0.015
 SLOWER, FASTER, UNCLEAR = "slower", "faster", "no difference shown"
 
 
+_SMALLEST_PHASE = 0.001
+
+
+def phase_figure(phase: str) -> str:
+    """The name of the figure with the seconds of a phase."""
+    return f"phase_{phase}_s"
+
+
 class ComparedFigure(msgspec.Struct, frozen=True, kw_only=True):
     """One figure of both sides; over repeated runs a and b are the medians of the runs' figures."""
 
     name: str
-    """step_time_median_s, step_time_mean_s, tokens_per_s, samples_per_s, mfu or peak_memory_bytes."""
+    """step_time_median_s, step_time_mean_s, tokens_per_s, samples_per_s, mfu, peak_memory_bytes, or
+    phase_<name>_s with the mean seconds of a phase in a step."""
     a: float
     b: float
     ratio: float
@@ -232,6 +242,7 @@ class _Judge:
             marks = {"mark_a": _mark(own), "mark_b": _mark(others)}
             figures.append(None if mfu is None else msgspec.structs.replace(mfu, **marks))
         figures.append(_memory(sides))
+        figures += [self._phase(phase, sides) for phase in PHASE_NAMES]
         return Pair(
             name=name,
             runs_a=len(own),
@@ -246,6 +257,22 @@ class _Judge:
             is_unsure=self._limit is not None and verdict == UNCLEAR and smallest > self._limit,
             figures=[figure for figure in figures if figure is not None],
         )
+
+    def _phase(self, phase: str, sides: tuple[list[StepSeries], list[StepSeries]]) -> ComparedFigure | None:
+        """The mean seconds of a phase in a step; the intervals of all phases hold together.
+
+        None where a run has too few steps with phases, or the phase takes next to no time on a side.
+        """
+        judge = _Judge(
+            confidence=1 - (1 - self._confidence) / len(PHASE_NAMES),
+            max_regression=None,
+            run_to_run=self._run_to_run,
+        )
+        for series in (*sides[0], *sides[1]):
+            spent_s, all_s = sum(series.phases_s.get(phase, ())), sum(map(sum, series.phases_s.values()))
+            if spent_s <= _SMALLEST_PHASE * all_s:
+                return None
+        return judge._estimated(phase_figure(phase), sides, lambda series: series.phases_s[phase], mean_of)
 
     def _estimated(
         self,

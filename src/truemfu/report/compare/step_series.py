@@ -9,11 +9,11 @@ from __future__ import annotations
 import itertools
 import math
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import median
 
-from ..run.log_rows import LogRows
+from ..run.log_rows import PHASES, LogRows
 from ..run.log_summary import peak_flops_per_s
 
 
@@ -39,6 +39,8 @@ class StepSeries:
     peak_flops_per_s: float | None = None
     """Of one device, by the last row that shows it."""
     peak_memory_bytes: int | None = None
+    phases_s: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """Of the steps whose phases are known; 0 where a step does not have one."""
     steps_per_row: int = 1
     """The usual number of steps from one row to the next."""
 
@@ -62,12 +64,22 @@ def series_of(rows: LogRows) -> StepSeries:
         samples=_size(samples, times, kept),
         peak_flops_per_s=peak_flops_per_s(rows),
         peak_memory_bytes=int(max(peaks)) if peaks else None,
+        phases_s=_phases(rows, kept),
         steps_per_row=round(median(gaps)) if gaps else 1,
     )
 
 
 def _known(values: Sequence[float], kept: Sequence[int]) -> array[float]:
     return array("d", [values[place] for place in kept if 0 < values[place] < math.inf])
+
+
+def _phases(rows: LogRows, kept: Sequence[int]) -> dict[str, array[float]]:
+    known = [at for at in kept if math.isfinite(rows.column(PHASES["forward"])[at])]
+    columns = {phase: rows.column(value) for phase, value in PHASES.items() if rows.has(value)}
+    return {
+        phase: array("d", [column[at] if math.isfinite(column[at]) else 0.0 for at in known])
+        for phase, column in columns.items()
+    }
 
 
 def _size(rates: Sequence[float], times: Sequence[float], kept: Sequence[int]) -> StepSize | None:

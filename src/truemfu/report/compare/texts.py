@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
+from ...run_summary.phases import PHASE_NAMES
 from ...text import counted, duration, number, share, shortened, size, some_of
 from ..drawing.documents import json_text, markdown_document
 from ..drawing.tables import Table, digits, measures, table_of, words
-from .compare import FASTER, SLOWER, UNCLEAR, ComparedFigure, Comparison, Pair, Unmatched
+from .compare import FASTER, SLOWER, UNCLEAR, ComparedFigure, Comparison, Pair, Unmatched, phase_figure
 
 _FORMATS = {
     "step_time_median_s": ("step time, median", duration),
@@ -21,7 +22,9 @@ _FORMATS = {
     "samples_per_s": ("samples/s, median", number),
     "mfu": ("MFU, median", share),
     "peak_memory_bytes": ("peak memory", size),
+    **{phase_figure(phase): (f"{name}, mean of a step", duration) for phase, name in PHASE_NAMES.items()},
 }
+_PHASES = {phase_figure(phase): phase for phase in PHASE_NAMES}
 LONGEST_NAME = 200
 _LONGEST_STATUS = 300
 TITLE = "Comparison"
@@ -56,12 +59,31 @@ def _of_run(comparison: Comparison) -> str:
     (pair,) = comparison.pairs
     step = pair.step_time
     change = f"step time {_change(step.ratio)} (95 %: {_change(step.low)} to {_change(step.high)})"
+    phase = _of_phases(pair)
     if pair.verdict != UNCLEAR:
-        return f"B is {pair.verdict}: {change}."
+        return f"B is {pair.verdict}: {change}.{phase}"
     return (
         f"No difference shown: {change}. The smallest slow-down that this data could show is "
-        f"{_percent(pair.smallest_shown)}."
+        f"{_percent(pair.smallest_shown)}.{phase}"
     )
+
+
+def _of_phases(pair: Pair) -> str:
+    """The phases with the largest change that is shown, in each direction; empty without any."""
+    shown = [
+        figure
+        for figure in pair.figures
+        if figure.name in _PHASES and figure.low is not None and figure.high is not None
+    ]
+    slower = [figure for figure in shown if (figure.low or 0.0) > 1]
+    faster = [figure for figure in shown if (figure.high or 0.0) < 1]
+    texts = [
+        f" The phase that got {verdict} most: {PHASE_NAMES[_PHASES[figure.name]]}, "
+        f"{duration(figure.a)} to {duration(figure.b)} a step ({_change(figure.ratio)})."
+        for verdict, figures in ((SLOWER, slower), (FASTER, faster))
+        for figure in sorted(figures, key=lambda figure: -abs(figure.b - figure.a))[:1]
+    ]
+    return "".join(texts)
 
 
 def _change(ratio: float | None) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import and_, attrgetter
 from types import MappingProxyType
 
@@ -81,6 +81,8 @@ class Chart:
     y: Axis
     is_thinned: bool
     """Whether a line is the middle of a band."""
+    is_stacked: bool
+    """Whether each line is the upper edge of an area on top of the one before."""
     beyond: str | None
     """A sentence about the values above the drawing."""
     table: Table
@@ -129,14 +131,77 @@ def line_chart(
         x=x,
         y=y,
         is_thinned=is_thinned,
+        is_stacked=False,
         beyond=_beyond(steps, [one for one, _ in shown], y.high, unit) if has_beyond else None,
         table=_table(title, unit, shown, x, marks, is_thinned=is_thinned),
-        # Marks that would be drawn on top of each other are one.
-        marks={
-            kind: sorted({round(_MARK_PLACES * x.part(step)) * SIDE // _MARK_PLACES for step in found})
-            for kind, found in marks.items()
-        },
+        marks=_places(marks, x),
     )
+
+
+def stacked_chart(
+    title: str,
+    steps: Sequence[int],
+    series: Sequence[Series],
+    *,
+    unit: str = "",
+    marks: Mapping[str, Mapping[int, float]] = MappingProxyType({}),
+) -> Chart | None:
+    """Parts of a whole as areas on top of each other, each the mean of its group of rows.
+
+    None if no row has a value. A part that a row does not have is 0 where the row has others.
+    """
+    size = _bucket_rows(len(steps))
+    groups = [range(begin, min(begin + size, len(steps))) for begin in range(0, len(steps), size)]
+    tops: list[list[Bucket | None]] = [[] for _ in series]
+    for group in groups:
+        rows = [at for at in group if any(_drawable([one.values[at] for one in series]))]
+        below = 0.0
+        for one, buckets in zip(series, tops, strict=True):
+            value = sum(_drawable([one.values[at] for at in rows])) / len(rows) if rows else None
+            buckets.append(
+                None
+                if value is None
+                else Bucket(
+                    first=steps[group[0]],
+                    last=steps[group[-1]],
+                    low=below,
+                    middle=below + value,
+                    high=below + value,
+                )
+            )
+            below += value or 0.0
+    ends = [bucket.high for bucket in tops[-1] if bucket is not None]
+    if not ends:
+        return None
+    x, y = _steps_axis(steps), values_axis(ends, from_zero=True, cuts_spikes=True)
+    values = [
+        (one, [None if b is None else replace(b, middle=b.high - b.low) for b in buckets])
+        for one, buckets in zip(series, tops, strict=True)
+    ]
+    beyond = max(ends)
+    return Chart(
+        title=title,
+        unit=unit,
+        lines=[
+            Line(name=one.name, key=one.key, runs=_runs(buckets))
+            for one, buckets in zip(series, tops, strict=True)
+        ],
+        x=x,
+        y=y,
+        is_thinned=False,
+        is_stacked=True,
+        beyond=f"The highest sum, above the chart, is {beyond:.4g} {unit}." if beyond > y.high else None,
+        table=_table(title, unit, values, x, marks, is_thinned=False),
+        marks=_places(marks, x),
+    )
+
+
+def _places(marks: Mapping[str, Mapping[int, float]], x: Axis) -> dict[str, list[int]]:
+    """Where marks are drawn; those that would be on top of each other are one."""
+    return {
+        kind: sorted({round(_MARK_PLACES * x.part(step)) * SIDE // _MARK_PLACES for step in found})
+        for kind, found in marks.items()
+    }
 
 
 def thinned(steps: Sequence[int], values: Sequence[float | None]) -> list[Bucket | None]:

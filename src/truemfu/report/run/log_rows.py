@@ -25,6 +25,7 @@ from typing import Annotated, Any
 import msgspec
 
 from ...plain_files import open_plain
+from ...run_summary.phases import PHASE_NAMES
 from ...trackers.log_scan import rows_of_damaged
 
 PAUSES = {
@@ -34,6 +35,8 @@ PAUSES = {
     "other": "other_pause_s",
 }
 """What may run without belonging to a step, and the value of a row with its seconds."""
+PHASES = {phase: f"phase_{phase}_s" for phase in PHASE_NAMES}
+"""The phases of a step, and the value of a row with the seconds of each."""
 _BLOCK_BYTES = 1 << 20
 _UNKNOWN = math.nan
 
@@ -62,6 +65,16 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     checkpoint_s: float | None = msgspec.field(name="perf/checkpoint_time", default=None)
     generation_s: float | None = msgspec.field(name="perf/generation_time", default=None)
     other_pause_s: float | None = msgspec.field(name="perf/other_pause_time", default=None)
+    phase_data_wait_s: float | None = msgspec.field(name="perf/phase/data_wait", default=None)
+    phase_input_s: float | None = msgspec.field(name="perf/phase/input", default=None)
+    phase_forward_s: float | None = msgspec.field(name="perf/phase/forward", default=None)
+    phase_no_grad_s: float | None = msgspec.field(name="perf/phase/no_grad", default=None)
+    phase_backward_s: float | None = msgspec.field(name="perf/phase/backward", default=None)
+    phase_clipping_s: float | None = msgspec.field(name="perf/phase/clipping", default=None)
+    phase_optimizer_s: float | None = msgspec.field(name="perf/phase/optimizer", default=None)
+    phase_other_s: float | None = msgspec.field(name="perf/phase/other", default=None)
+    phases_unknown: str | None = msgspec.field(name="perf/phases_unknown", default=None)
+    """Why the row has no phases."""
     memory_peak_bytes: float | None = msgspec.field(name="perf/memory_peak_bytes", default=None)
     straggler_rank: float | None = msgspec.field(name="perf/straggler_rank", default=None)
     """The rank that holds up the others most; -1: none does."""

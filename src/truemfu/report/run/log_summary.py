@@ -19,7 +19,7 @@ from ...run_summary.sums import STEP_TIME, RunSums
 from ...run_summary.texts import RunResults
 from ...waterfall import between_steps_notes, limiter_of, parts_of_metrics
 from .load import LastWindow, LoadedRun
-from .log_rows import PAUSES, LogRows
+from .log_rows import PAUSES, PHASES, LogRows
 
 _RATES = {
     "mfu": "mfu",
@@ -62,6 +62,13 @@ def summary_of_log(rows: LogRows, last_window: LastWindow | None = None) -> RunS
     )
     for kind, value in PAUSES.items():
         sums.add_pauses(kind, _known(rows, value, b"\1" * len(rows)))
+    if rows.has(PHASES["forward"]):
+        steps = sum(map(isfinite, compress(rows.column(PHASES["forward"]), steady)))
+        seconds = {phase: _known(rows, value, steady) for phase, value in PHASES.items()}
+        sums.add_phases({phase: sum(known) for phase, known in seconds.items() if known}, steps)
+    for reason, number in Counter(compress(rows.column("phases_unknown"), steady)).items():
+        if reason is not None:
+            sums.add_phases_unknown(reason, number)
     _add_tokens(sums, rows)
     sums.methods.update(method for method in rows.column("method") if method is not None)
     for reason, steps in Counter(rows.column("mfu_unknown")).items():

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ...census.record import Census, stored_census
 from ...records import RunRecord, RunSummary
+from ...run_summary.phases import PHASE_NAMES
 from ...run_summary.texts import (
     NO_SUMMARY,
     cost,
@@ -24,12 +25,12 @@ from ...run_summary.texts import (
 )
 from ...text import counted, duration, sentence, size
 from ..drawing.html import write_template
-from ..drawing.line_chart import Chart, Series, line_chart, thinning
+from ..drawing.line_chart import Chart, Series, line_chart, stacked_chart, thinning
 from ..drawing.tables import Table, digits, measures, table_of, words
 from ..explain.page import view_of as view_of_census
 from .job_view import job_view
 from .load import LastWindow, LoadedRun
-from .log_rows import PAUSES, LogRows
+from .log_rows import PAUSES, PHASES, LogRows
 from .log_summary import results_of
 from .ranks import RankLine
 from .verdict import verdict
@@ -187,7 +188,21 @@ def _charts(rows: LogRows, summary: RunSummary, pauses: Mapping[str, Mapping[int
                 marks=pauses,
             )
         )
+    found.append(_phases_chart(rows, summary, pauses))
     return [chart for chart in found if chart is not None]
+
+
+def _phases_chart(
+    rows: LogRows, summary: RunSummary, pauses: Mapping[str, Mapping[int, float]]
+) -> Chart | None:
+    """The phases of each step on top of each other."""
+    scale, unit = _time_unit(summary.median_step_time_s)
+    series = [
+        Series(name=PHASE_NAMES[phase], values=scaled(rows, value, 1 / scale), key=key)
+        for key, (phase, value) in enumerate(PHASES.items())
+        if rows.has(value)
+    ]
+    return stacked_chart("Phases of a step", rows.steps, series, unit=unit, marks=pauses) if series else None
 
 
 def _are_equal(one: Sequence[float], other: Sequence[float]) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ...records import RunSummary, WaterfallPart
+from ...run_summary.phases import limit_of_steps, why_no_phases
 from ...run_summary.texts import (
     NO_LOADER,
     Figure,
@@ -31,6 +32,7 @@ def verdict(run: RunResults, worst: Sequence[WorstStep], cost: Figure | None) ->
         *_utilization(run, unknown),
         *_largest_loss(summary, unknown),
         *_waiting(summary, unknown),
+        *_limit(run, unknown),
         *_pauses(summary),
         *_ranks(run),
         *_slow_steps(summary, worst),
@@ -84,6 +86,14 @@ def _waiting(summary: RunSummary, unknown: Unknown) -> Iterator[str]:
         yield f"Waiting for data took {share(summary.data_wait_share)} of the time."
     if summary.padding_lost:
         yield f"{share(summary.padding_lost)} of all tokens are padding."
+
+
+def _limit(run: RunResults, unknown: Unknown) -> Iterator[str]:
+    """What limits a step, by its phases."""
+    if (limit := limit_of_steps(run.record, run.summary)) is not None:
+        yield f"Steps are {limit}."
+    elif (why_not := why_no_phases(run.summary)) is not None:
+        unknown.append(("the phases of a step", why_not))
 
 
 def _pauses(summary: RunSummary) -> Iterator[str]:
