@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
@@ -11,10 +12,14 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
+from truemfu.census.annotated import write_annotated
 from truemfu.census.bounds import _REMEDIES
+from truemfu.census.items import items_of
 from truemfu.cli import cli, main
+from truemfu.errors import RecordError, UsageError
 from truemfu.remedies.table import BY_NAME
 
 sys.path.insert(0, str(Path(__file__).parent / "census"))
@@ -74,12 +79,59 @@ def test_a_page_and_the_trace_again(trace: Path, tmp_path: Path) -> None:
     )
 
 
+def refused(*arguments: str) -> str:
+    done = CliRunner().invoke(cli, ["explain", *arguments])
+    assert isinstance(done.exception, UsageError), done.output
+    return str(done.exception)
+
+
+def test_what_is_read_is_never_overwritten(trace: Path, tmp_path: Path) -> None:
+    before = trace.read_bytes()
+    link = tmp_path / "link.gz"
+    link.symlink_to(trace)
+    assert "is an input file of this explanation: give --trace" in refused(str(trace), "--trace", str(trace))
+    assert "is an input file" in refused(str(trace), "--trace", str(link))
+    folder = tmp_path / "run"
+    folder.mkdir()
+    recorded = folder / "census_trace.json.gz"
+    recorded.write_bytes(before)
+    assert "is an input file" in refused(str(folder), "--trace", str(recorded))
+    page = tmp_path / "trace.html"
+    page.write_bytes(before)
+    assert "is an input file of this explanation: give --output" in refused(str(page), "-o", str(page))
+    assert trace.read_bytes() == recorded.read_bytes() == page.read_bytes() == before
+
+
+def test_a_trace_that_cannot_be_written_whole_leaves_nothing(trace: Path, tmp_path: Path) -> None:
+    found = items_of(trace)
+    broken, target = tmp_path / "broken.json", tmp_path / "again.json.gz"
+    broken.write_text(gzip.decompress(trace.read_bytes()).decode().replace('"aten::mul"', "oops", 1))
+    with pytest.raises(RecordError, match="not valid JSON"):
+        write_annotated(broken, target, found)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken.json", "trace.json.gz"]
+
+
+def test_the_trace_of_a_cpu_is_written_again_with_its_operators(tmp_path: Path) -> None:
+    with torch.profiler.profile(record_shapes=True) as profile:
+        torch.mm(torch.randn(8, 4), torch.randn(4, 2))
+    plain, again = tmp_path / "plain.json", tmp_path / "new" / "again.json.gz"
+    profile.export_chrome_trace(str(plain))
+    explain(str(plain), "--trace", str(again))
+    events = json.loads(gzip.decompress(again.read_bytes()))["traceEvents"]
+    (product,) = (event["args"] for event in events if event["name"] == "aten::mm")
+    assert (product["truemfu class"], product["truemfu FLOPs"]) == ("products", 2 * 8 * 4 * 2)
+    assert "no kernels" in refused(str(plain), "--device", "h200")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["nothing-like-it"], "neither a folder, nor a trace, nor a command"),
         (["."], "has no census of a step"),
         (["-o", "page.txt", "."], "--output must end in .html"),
+        (["--trace", "again.json", "."], "--trace must end in .gz"),
+        (["--device", "H2000", "."], "no device 'H2000' in the table"),
+        (["a.json", "b.json.gz"], "give one folder or trace; got 2"),
     ],
 )
 def test_a_wrong_call_is_one_line(

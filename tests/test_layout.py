@@ -27,6 +27,7 @@ STATIONS = (
     ("utilization", "waterfall", "crosscheck"),
     ("census",),
     ("training_plan",),
+    ("check",),
     ("run_summary",),
     ("remedies",),
     ("trackers",),

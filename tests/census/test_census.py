@@ -337,7 +337,7 @@ def test_the_trace_is_written_again_with_what_is_known(tmp_path: Path) -> None:
     for number in (1, 2):
         training_step(trace, number, layers=1)
     source, target = trace.write(tmp_path / "trace.json"), tmp_path / "again.json.gz"
-    write_annotated(source, target)
+    write_annotated(source, target, items_of(source))
     again = json.loads(gzip.decompress(target.read_bytes()))
     assert again["deviceProperties"] == [H200]
     assert len(again["traceEvents"]) == len(trace.events)

@@ -128,6 +128,35 @@ def test_a_trace_cut_anywhere_gives_a_line_or_what_was_whole(tmp_path: Path, pac
         assert "is cut off after" in said or length < 200, length
 
 
+def test_of_a_cut_trace_a_step_that_is_not_whole_is_not_explained(tmp_path: Path) -> None:
+    """Its missing kernels would be gaps, of which remedies could gain something."""
+    path = tmp_path / "trace.json"
+    text = three_steps().text()
+    path.write_text(text[: text.rindex('"kernel"')])
+    assert read_step(path).name == "ProfilerStep#2"
+    path.write_text(text[: text.index("ProfilerStep#2")])
+    with pytest.raises(RecordError, match=r"has no whole step: trace\.json is cut off") as error:
+        read_step(path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_trace_that_lacks_only_its_last_bracket_is_whole(tmp_path: Path) -> None:
+    trace = three_steps()
+    trace.events.append({"ph": "i", "name": "Record Window End", "cat": None, "ts": trace.now})
+    path = tmp_path / "trace.json"
+    path.write_text(trace.text().partition("\n],")[0])
+    assert read_step(path).name == "ProfilerStep#3"
+
+
+def test_a_trace_of_a_gpu_without_its_kernels_is_not_taken_for_one_of_a_cpu(tmp_path: Path) -> None:
+    trace = three_steps()
+    trace.events = [event for event in trace.events if event["cat"] != "kernel"]
+    with pytest.raises(RecordError, match=r"record with ProfilerActivity\.CUDA"):
+        read_step(trace.write(tmp_path / "trace.json"))
+    trace.events = [event for event in trace.events if event["cat"] != "cuda_runtime"]
+    assert "names a GPU and has no kernels" in "; ".join(read_step(trace.write(tmp_path / "host.json")).notes)
+
+
 def test_an_event_may_be_split_between_pieces_anywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.nn.utils import clip_grad, clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -316,3 +317,25 @@ def test_phases_change_nothing_that_is_trained(tmp_path: Path) -> None:
         for is_on in (True, False)
     ]
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("has_pause", [False, True])
+def test_compiled_code_around_the_model_is_compiled_as_without_phases(
+    tmp_path: Path, has_pause: bool
+) -> None:
+    graphs = []
+    for is_on in (True, False):
+        torch._dynamo.reset()
+        counter = CompileCounter()
+        model = nn.Linear(WIDTH, 1)
+        compiled = torch.compile(lambda batch, model=model: model(batch).sum(), backend=counter)
+        config = {"monitoring": {"step_phases": is_on, "trackers": []}}
+        with TrainingMonitor(tmp_path / str(is_on), config, model=model) as monitor:
+            for step in range(6):
+                compiled(torch.ones(2, WIDTH)).backward()
+                monitor.log_step(step, None, None, None, None)
+                if has_pause:
+                    with monitor.without_hooks():
+                        pass
+        graphs.append(counter.frame_count)
+    assert graphs[0] == graphs[1]

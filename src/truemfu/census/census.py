@@ -15,7 +15,7 @@ from pathlib import Path
 from .. import __version__
 from . import classes
 from .bounds import StepItems, bounds_of
-from .items import Device, Item, items_of
+from .items import Device, Found, Item, items_of
 from .record import Census, ClassTime, Gaps, KernelRow
 from .timeline import Timeline, lanes
 from .trace import HOST, StepTrace
@@ -30,15 +30,16 @@ def census_of(
     path: Path,
     *,
     device_name: str | None = None,
+    found: Found | None = None,
     ordinary_step_s: float | None = None,
     padding_lost: float | None = None,
 ) -> Census:
     """The census of the last whole step in a trace; RecordError where it has none.
 
     `ordinary_step_s` is the time of a step that was not recorded, `padding_lost` the share of padding tokens;
-    None if unknown.
+    None if unknown. `found` is what `items_of` gave for this trace, if it was read already.
     """
-    found = items_of(path, device_name)
+    found = found or items_of(path, device_name)
     step, device, items, line = found.step, found.device, found.items, found.line
     length_s, busy_s = (step.end - step.start) * _NS, line.busy * _NS
     gaps = _gaps(line, busy_s, ordinary_step_s)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from ..errors import UsageError
 from ..flops import OperatorWork, bytes_moved, work_of_trace
 from ..hardware.detect import find_spec
 from ..hardware.specs import DTYPES, DeviceSpec
@@ -116,6 +117,8 @@ def _device(step: StepTrace, given: str | None) -> Device:
     if not isinstance(name, str):
         return Device(name=HOST if step.device == HOST else None, spec=None)
     if given is not None:
+        if step.device == HOST:
+            raise UsageError(f"--device {given}: the trace has operators of a CPU and no kernels")
         return Device(name=name, spec=find_spec(name))
     memory, sms = properties.get("totalGlobalMem"), properties.get("numSms")
     return Device(

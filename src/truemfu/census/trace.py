@@ -31,6 +31,8 @@ HOST = "cpu"
 """The kind and the device of what a CPU ran."""
 MODULE = "nn.Module: "
 """How ranges of modules are named, by torch (`with_stack`) and by our own census step."""
+_LAST = "Record Window End"
+"""The last event that torch writes."""
 _MOST_EVENTS = 4_000_000
 """Of one step, which is held in memory; a step of a large model has some ten thousand."""
 _SKEW_NS = 1_000_000
@@ -120,6 +122,7 @@ class _Span:
     name: str
     start: int
     end: int
+    thread: int
 
 
 class _Survey:
@@ -128,25 +131,44 @@ class _Survey:
     def __init__(self, path: Path) -> None:
         spans: dict[str, _Span] = {}
         launches, operators = array("q"), array("q")
-        self.has_kernels = False
+        last_call, last_operators = 0, Counter[int]()
+        """When the last that was read began; of operators by thread: one thread is written after another."""
+        self.has_kernels = has_end = False
         stream = EventStream(path)
         for event in stream:
             category = event.get("cat")
             if category in _CALLS:
+                last_call = max(last_call, start := _start(event))
                 if "aunch" in event.get("name", "") or "emcpy" in event.get("name", ""):
-                    launches.append(_start(event))
+                    launches.append(start)
             elif category == "cpu_op":
-                operators.append(_start(event))
+                operators.append(start := _start(event))
+                thread = event.get("tid", 0)
+                last_operators[thread] = max(last_operators[thread], start)
+            elif event.get("name") == _LAST:
+                has_end = True
             elif category == "user_annotation" and str(event.get("name")).startswith(STEP):
                 start = _start(event)
-                spans[event["name"]] = _Span(event["name"], start, start + _length(event))
+                spans[event["name"]] = _Span(
+                    event["name"], start, start + _length(event), event.get("tid", 0)
+                )
             self.has_kernels = self.has_kernels or category in ON_DEVICE
         self.cut, self.header = stream.cut, stream.header
+        is_short = self.cut is not None and not has_end
         if not operators and not self.has_kernels:
             cut = f" ({self.cut})" if self.cut else ""
             raise RecordError(
                 f"{path} has no operators and no kernels, so there is nothing to explain{cut}: record a step "
                 "with torch.profiler.profile(record_shapes=True) and export_chrome_trace"
+            )
+        if not self.has_kernels and (launches or (is_short and self.header.get("deviceProperties"))):
+            raise RecordError(
+                f"{path} has no kernels, only what the host did for them"
+                + (
+                    f": {self.cut}"
+                    if self.cut
+                    else ": record with ProfilerActivity.CUDA among the activities of torch.profiler"
+                )
             )
         work = sorted(launches if self.has_kernels and launches else operators)
         amounts = {
@@ -156,6 +178,14 @@ class _Survey:
         self.steps = len(with_work)
         enough = max(amounts.values(), default=0) / 2
         whole = [span for span in with_work if amounts[span.name] >= enough]
+        if is_short and with_work:  # a step is whole if something after it was read
+            whole = [
+                span
+                for span in whole
+                if span.end <= (last_call if self.has_kernels else last_operators[span.thread])
+            ]
+            if not whole:
+                raise RecordError(f"{path} has no whole step: {self.cut}")
         self.step = max(whole, key=lambda span: span.start, default=None)
 
 
@@ -221,6 +251,11 @@ class _Reading:
         _nest(self._ranges)
         notes = [survey.cut] if survey.cut else []
         is_host = not survey.has_kernels
+        if is_host and survey.header.get("deviceProperties"):
+            notes.append(
+                "the trace names a GPU and has no kernels of it: if the training used it, record with "
+                "ProfilerActivity.CUDA"
+            )
         kernels = _operators_as_kernels(self._ranges) if is_host else self._linked()
         if not kernels:
             raise RecordError(

@@ -24,6 +24,7 @@ import click
 from .. import __version__
 from ..errors import CounterError, TruemfuError, TruemfuWarning, message_of, one_line
 from .audit import audit
+from .check import check
 from .compare import compare
 from .completion import completion
 from .console import complain, say, silence
@@ -72,6 +73,7 @@ def cli(context: click.Context) -> None:
         truemfu count 1b --batch 4 --seq 512
         truemfu count path/to/config.json --batch 1 --seq 8192
         truemfu count mypackage.models:build --json
+        truemfu check train.log --model 8b --seq 8192 --device H100    is a logged MFU right? if not, why
     \b
     Then what the hardware could do:
         truemfu devices        the datasheet peaks, and the row this machine matches
@@ -105,6 +107,7 @@ for _command in (
     compare,
     try_remedies,
     count,
+    check,
     devices,
     peak,
     top,

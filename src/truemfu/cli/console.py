@@ -100,10 +100,10 @@ def silence(stream: TextIO) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def check_suffix(path: Path | None, suffixes: Collection[str]) -> None:
+def check_suffix(path: Path | None, suffixes: Collection[str], option: str = "--output") -> None:
     """A usage error unless the name of a file to write has one of the suffixes."""
     if path is not None and path.suffix not in suffixes:
-        raise UsageError(f"--output must end in {', '.join(suffixes)}; got {str(path)!r}")
+        raise UsageError(f"{option} must end in {', '.join(suffixes)}; got {str(path)!r}")
 
 
 @contextmanager

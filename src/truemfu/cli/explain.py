@@ -81,30 +81,58 @@ def explain(
     from ..report.census_source import load_census, trace_at
 
     check_suffix(page, (".html",))
+    check_suffix(traced, (".gz",), "--trace")
+    if device is not None:
+        from ..hardware.search import named_device
+
+        device = named_device(device)[0]
     path = Path(source[0])
     if len(source) > 1 or not path.exists() or path.suffix == ".py":
-        found = _recorded(source)
-        if found is None:
+        _refuse_several(source)
+        recorded = _recorded(source)
+        if recorded is None:
             return 1
-        path = found
+        path = recorded
+    _refuse_inputs(path, page, traced)
+    found = None
     with working(f"reading {path}"):
-        census = load_census(path, device)
+        if traced is not None:
+            from ..census.items import items_of
+
+            found = items_of(trace_at(path), device)
+        census = load_census(path, device, found)
     if page is not None:
         from ..report.explain.page import write_explain_page
 
         with writing(page):
             say(f"report: {write_explain_page(page, census)}", err=True)
-    if traced is not None:
+    if traced is not None and found is not None:
         from ..census.annotated import write_annotated
 
-        with writing(traced):
-            write_annotated(trace_at(path), traced, device)
+        with writing(traced), working(f"writing {traced}"):
+            write_annotated(trace_at(path), traced, found)
         say(f"trace: {traced}", err=True)
     if as_json:
         print_json(msgspec.to_builtins(census))
     else:
         _show(census)
     return None
+
+
+def _refuse_several(source: tuple[str, ...]) -> None:
+    """Folders and traces are explained one at a time."""
+    if len(source) > 1 and all(Path(one).is_dir() or one.endswith((".json", ".gz")) for one in source):
+        raise UsageError(f"give one folder or trace; got {len(source)}: {', '.join(source)}")
+
+
+def _refuse_inputs(path: Path, page: Path | None, traced: Path | None) -> None:
+    """What is written may not replace what is read."""
+    from ..census.record import TRACE_FILE
+    from ..report.folder import refuse_input
+
+    for target, option in ((page, "--output"), (traced, "--trace")):
+        if target is not None:
+            refuse_input(target, [path, path / TRACE_FILE], "explanation", option)
 
 
 def _recorded(command: tuple[str, ...]) -> Path | None:

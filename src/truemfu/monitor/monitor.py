@@ -100,7 +100,7 @@ class TrainingMonitor:
             self._on_evaluation,
             self._on_forward_end,
             self._notices,
-            ends_always=self.config.step_phases,
+            returned=self._on_forward_return if self.config.step_phases else None,
         )
         self._measuring = Measuring(self.config, self._notices)
         self._between = BetweenSteps(now_s=_now_s)
@@ -380,6 +380,10 @@ class TrainingMonitor:
     def _on_forward_end(self) -> None:
         if self._live is not None:
             self._guard.run(self._live.steps.pass_ends)
+
+    def _on_forward_return(self) -> None:
+        if self._live is not None:
+            self._live.steps.pass_returned()
 
     def _note_observed(self, batch: Batch | None, began_s: float) -> None:
         slot = 0 if self._hooks.models.is_one else None

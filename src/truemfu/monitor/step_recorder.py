@@ -189,11 +189,15 @@ class StepRecorder:
 
     def pass_ends(self) -> None:
         """It has ended, by return or exception."""
-        if self._phases is not None:
-            self._phases.forward_ends()
+        self.pass_returned()
         observer = self.watch.observer
         if observer is not None:
             observer.pass_ends()
+
+    def pass_returned(self) -> None:
+        """It has returned."""
+        if self._phases is not None:
+            self._phases.forward_ends()
 
     def end_step(self) -> EndedStep:
         """Before `log_step`, with modes as the program has them: the step ends, and its observation."""

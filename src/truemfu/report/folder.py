@@ -56,10 +56,10 @@ def page_path(source: Path, found: LoadedRun | LoadedSweep) -> Path:
     return folder / ("run_report.html" if beside_sweep else PAGE_FILE)
 
 
-def refuse_input(path: Path, files: Iterable[Path], what: str) -> None:
+def refuse_input(path: Path, files: Iterable[Path], what: str, option: str = "--output") -> None:
     """Refuse a path that would overwrite a measurement, also through a link."""
     if path.exists() and any(file.exists() and path.samefile(file) for file in files):
-        raise UsageError(f"{path} is an input file of this {what}: give --output another name")
+        raise UsageError(f"{path} is an input file of this {what}: give {option} another name")
 
 
 def _may_hold_sweep(folder: Path) -> bool:

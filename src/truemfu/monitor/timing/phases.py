@@ -74,7 +74,7 @@ class StepPhases:
             self._passing = self._clock.begun
 
     def forward_ends(self) -> None:
-        """It has returned, or raised."""
+        """It has returned; one that raised ends with its step at the latest."""
         self._passing = None
 
     def gradients_switched(self, *, are_enabled: bool) -> None:

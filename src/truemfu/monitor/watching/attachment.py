@@ -114,8 +114,8 @@ class _EndHook(_Hook):
 class Attachment:
     """A hook on a model: `seen` gets each training batch, `evaluated` those of passes without gradients.
 
-    `ended` is called after forward passes for which these returned True, or after all if it `ends_always`. A
-    model compiled by `Module.compile` calls no hook,
+    `ended` is called after forward passes for which these returned True, or after all if it `ends_always`;
+    `returned`, if given, after all that raised nothing. A model compiled by `Module.compile` calls no hook,
     or compiles it too. There the attribute in which torch stores the compiled call is wrapped; copies and
     saved models do not include that attribute.
     """
@@ -128,13 +128,14 @@ class Attachment:
         ended: Callable[[], None],
         *,
         ends_always: bool = False,
+        returned: Callable[[], None] | None = None,
     ) -> None:
         self._model = weakref.ref(model)
         self._handles: list[Any] = []
         self._compiled: Any = None
         self._watching: Any = None
         self._hook = _BatchHook(model, seen, evaluated, None if ends_always else ended)
-        self._ended, self._ends_always = ended, ends_always
+        self._ended, self._ends_always, self._returned = ended, ends_always, returned
         script_without(_is_our_hook)
         self._watch(model)
 
@@ -160,6 +161,9 @@ class Attachment:
             if self._ends_always:
                 end_hook = _EndHook(self._ended)
                 self._handles.append(model.register_forward_hook(end_hook, always_call=True))
+            elif self._returned is not None:
+                # Not one that is always called: torch.compile would compile again when it is added again.
+                self._handles.append(model.register_forward_hook(_EndHook(self._returned)))
         else:
             self._compiled, self._watching = compiled, _watching(compiled, self._hook, self._ended)
             model.__dict__[CALL] = self._watching

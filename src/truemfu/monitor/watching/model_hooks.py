@@ -20,9 +20,9 @@ from .watched import CalledModels, NoModels, Watched, WatchedModels
 class ModelHooks:
     """`seen` gets each training batch of a watched module, `evaluated` those of passes without gradients.
 
-    `ended` is called after a forward pass for which they returned True, or after each if it `ends_always`. Of
-    models that are found at their calls, every module is watched until the first step has ended; those that
-    were called inside others are left alone from then on.
+    `ended` is called after a forward pass for which they returned True, `returned` after each that raised
+    nothing. Of models that are found at their calls, every module is watched until the first step has ended;
+    those that were called inside others are left alone from then on.
     """
 
     def __init__(
@@ -32,10 +32,10 @@ class ModelHooks:
         ended: Callable[[], None],
         notices: Notices,
         *,
-        ends_always: bool = False,
+        returned: Callable[[], None] | None = None,
     ) -> None:
         self._seen, self._evaluated, self._ended, self._notices = seen, evaluated, ended, notices
-        self._ends_always = ends_always
+        self._returned = returned
         self.models: WatchedModels = NoModels()
         """The watched models, also after they were detached."""
         self._attachments: dict[Watched, Attachment] = {}
@@ -61,7 +61,7 @@ class ModelHooks:
                 functools.partial(self._seen, watched),
                 self._evaluated,
                 self._ended,
-                ends_always=self._ends_always,
+                returned=self._returned,
             )
         except Exception as error:  # a scripted model takes no such hooks
             self._notices(
