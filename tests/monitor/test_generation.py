@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ import torch
 import transformers as hf
 from observed_notes import wait_until_learned
 
-from truemfu import TrainingMonitor
+from truemfu import Convention, TrainingMonitor
 from truemfu.flops.observe.observation import OBSERVED
-from truemfu.monitor.step_flops.generation import NOT_KNOWN
+from truemfu.monitor.step_flops.generation import NOT_KNOWN, GenerationFlops
 from truemfu.monitor.step_flops.known import FORM
+from truemfu.monitor.timing.clock import TimeMark
+from truemfu.monitor.watching.generation import CacheLayer, Generation, Pass, Weights
 
 LAYERS, WIDTH, INNER, VOCABULARY, HEADS, KV_HEADS = 2, 16, 24, 50, 4, 2
 HEAD_DIM = WIDTH // HEADS
@@ -182,3 +185,36 @@ def test_a_mixture_of_experts_reads_an_unknown_part_of_its_weights(tmp_path: Pat
     rows = rows_of(tmp_path, hf.MixtralForCausalLM(config), [(6, 5)] * 4)
     assert rows[-1]["perf/generate/tokens"] == ROWS * 5
     assert "perf/generate/read_bytes" not in rows[-1]
+
+
+def test_mbu_is_what_decoding_must_read_over_its_time_at_the_bandwidth() -> None:
+    """Two layers of one row: 100 bytes of weights, 8 a cached position and layer, a second for two tokens."""
+    flops = GenerationFlops(Convention(), 1000.0)
+    passes = [Pass(1, 1, 3, 0), Pass(2, 1, 1, 3), Pass(3, 1, 1, 4)]
+    call = Generation(
+        model=0,
+        begin=TimeMark(0.0, None, 0.0),
+        weights=Weights(100, 50),
+        is_paused=False,
+        passes=passes,
+        decode=TimeMark(2.0, None, 2.0),
+        end=TimeMark(3.0, None, 3.0),
+        prompt=3,
+        tokens=3,
+        cache=[CacheLayer(5, 8)] * 2,
+    )
+    products = {
+        each.number: each.queries * 80 + 20 + each.queries * (each.cached + each.queries) for each in passes
+    }
+    observed = {number: Counter(fp32=amount) for number, amount in products.items()}
+    flops.take([call], observed)
+    row = flops.metrics([call], None)
+    assert row == {
+        "perf/generate/time": 3.0,
+        "perf/generate/tokens": 3,
+        "perf/generate/prefill_flops": 80 * 3 + 20 + 9,
+        "perf/generate/decode_flops": (80 + 20 + 4) + (80 + 20 + 5),
+        "perf/generate/method": FORM,
+        "perf/generate/read_bytes": 2 * 100 + 2 * 8 * (4 + 5),
+        "perf/generate/mbu": pytest.approx((2 * 100 + 2 * 8 * (4 + 5)) / 1.0 / 1000.0),
+    }

@@ -99,7 +99,7 @@ def test_the_hook_on_optimizers_is_gone_after_the_run(tmp_path: Path, model: Mod
     monitor = TrainingMonitor(tmp_path, {"monitoring": {"peak_tflops": 1}}, model=model)
     model(torch.randn(ROWS, WIDTH)).backward()
     monitor.log_step(1, 0, 1.0, None, None)
-    assert len(_global_optimizer_pre_hooks) == len(before) + 1
+    assert len(_global_optimizer_pre_hooks) == len(before) + 2  # signals of the step, and its phases
     monitor.close()
     assert dict(_global_optimizer_pre_hooks) == before
 

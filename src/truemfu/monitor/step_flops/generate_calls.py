@@ -35,6 +35,7 @@ class GenerationWatch:
         self._watch, self._clock, self._between = watch, clock, between
         self._current: Generation | None = None
         self._cache: Any = None
+        self._number = 0
         self._models: weakref.WeakKeyDictionary[nn.Module, tuple[int, Weights]] = weakref.WeakKeyDictionary()
         owner = getattr(sys.modules.get(_HOME), _OWNER, None)
         self.leave = (lambda: None) if owner is None else _listeners.add(self, owner, "generate")
@@ -44,12 +45,15 @@ class GenerationWatch:
         is_here = threading.get_ident() == self._between.thread
         if not is_here or self._current is not None or torch.compiler.is_compiling():
             return None
-        number, weights = self._models.setdefault(model, (len(self._models), _weights(model)))
+        if model not in self._models:
+            self._number += 1
+            self._models[model] = self._number, _weights(model)
+        number, weights = self._models[model]
         with hidden_from_modes():
             mark = self._clock.moment()
+        handle = model.register_forward_pre_hook(self._pass_begins, with_kwargs=True)
         current = self._current = Generation(number, mark, weights, self._between.is_paused)
         self._watch.signals.is_generating = True
-        handle = model.register_forward_pre_hook(self._pass_begins, with_kwargs=True)
 
         def ended(result: Any) -> None:
             handle.remove()
