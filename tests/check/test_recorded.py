@@ -37,7 +37,7 @@ def marked(case: Case) -> object:
     return pytest.param(case, id=case.name, marks=[pytest.mark.long] if is_slow else [])
 
 
-@pytest.mark.parametrize("case", map(marked, CASES))
+@pytest.mark.parametrize("case", [marked(case) for case in CASES])
 def test_what_is_wrong_with_a_logged_figure_is_named(case: Case) -> None:
     code, printed = called(case, "--json")
     opinion = json.loads(printed)
