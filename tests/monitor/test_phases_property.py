@@ -107,10 +107,10 @@ class Program:
             self.backward(outside)
             self.sometimes(0.3, self.work)
         if self._clips:
-            assert self.phases.clipping_begins()
+            self.phases.gradients_switched(are_enabled=False, is_clipping=True)
             with self._in("clipping"):
                 self.work()
-                self.phases.clipping_ended()
+                self.phases.gradients_switched(are_enabled=True, is_clipping=False)
             self.sometimes(0.3, self.work)
 
     def sometimes(self, share: float, what: Callable[[], None]) -> None:
@@ -128,9 +128,9 @@ class Program:
     def nested_in_wait(self) -> None:
         """A loader around another one, whose collation works without gradients."""
         self.between.wait_begins()
-        self.phases.gradients_switched(are_enabled=False)
+        self.phases.gradients_switched(are_enabled=False, is_clipping=False)
         self.device.host(1e-3)
-        self.phases.gradients_switched(are_enabled=True)
+        self.phases.gradients_switched(are_enabled=True, is_clipping=False)
         self.between.wait_ends(has_batch=True)
 
     def forward(self) -> None:
@@ -141,19 +141,19 @@ class Program:
         self.phases.forward_begins()
         self._now("forward")
         self.work()
-        self.phases.gradients_switched(are_enabled=False)  # in the module
+        self.phases.gradients_switched(are_enabled=False, is_clipping=False)  # in the module
         self.work()
-        self.phases.gradients_switched(are_enabled=True)
+        self.phases.gradients_switched(are_enabled=True, is_clipping=False)
         self.phases.forward_ends()
         self.phases.forward_begins()  # a second module
         self.phases.forward_ends()
         self.work()
 
     def without_gradients(self) -> None:
-        self.phases.gradients_switched(are_enabled=False)
+        self.phases.gradients_switched(are_enabled=False, is_clipping=False)
         with self._in("no_grad"):
             self.work()
-            self.phases.gradients_switched(are_enabled=True)
+            self.phases.gradients_switched(are_enabled=True, is_clipping=False)
 
     def backward(self, outside: str) -> None:
         self.phases.backward_begins((), (), False)

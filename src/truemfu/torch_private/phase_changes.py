@@ -1,22 +1,21 @@
-"""When a thread switches gradients off or on, and when it clips gradients.
+"""When a thread switches gradients off or on, and whether torch's clipping does so.
 
-torch has no hooks for these: its functions are replaced while there is a listener. `no_grad` and torch's own
-decorators switch gradients through `set_grad_enabled`; `enable_grad` does not, and is not seen. A script may
-have imported `clip_grad_norm_` by name before it was replaced, so the two functions in it are replaced too.
+torch has no hook for that: the two classes that switch are changed while there is a listener. `no_grad` and
+torch's own decorators switch gradients through `set_grad_enabled`; `enable_grad` does not, and is not seen.
+torch's functions that measure and clip gradients begin by switching them off, whatever name they are called
+by. They are not replaced themselves: compiled code is guarded by the functions it calls.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from torch.nn import utils
-from torch.nn.utils import clip_grad
+from torch.nn.utils.clip_grad import clip_grad_norm_
 
-from . import table
-from .find import ABSENT
 from .replacing import replace
 
 _SWITCHES: tuple[tuple[Any, str], ...] = (
@@ -25,20 +24,15 @@ _SWITCHES: tuple[tuple[Any, str], ...] = (
     (torch.inference_mode, "__enter__"),
     (torch.inference_mode, "__exit__"),
 )
-_CLIPPING = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm")
+_CLIPPING = clip_grad_norm_.__code__
+"""The code around all functions of that module, which calls them without gradients."""
 
 
 class PhaseListener(Protocol):
     """Called on the thread that does it; must not raise."""
 
-    def gradients_switched(self, *, are_enabled: bool) -> None:
-        """Gradients were disabled, or enabled again."""
-
-    def clipping_begins(self) -> bool:
-        """Gradients are measured or clipped; whether the end of that is to be told."""
-
-    def clipping_ended(self) -> None:
-        """That has returned, or raised."""
+    def gradients_switched(self, *, are_enabled: bool, is_clipping: bool) -> None:
+        """Gradients were disabled, by clipping or not, or enabled again."""
 
 
 def listen(listener: PhaseListener) -> Callable[[], None]:
@@ -49,26 +43,14 @@ def listen(listener: PhaseListener) -> Callable[[], None]:
         result = original(*args, **kwargs)
         after = torch.is_grad_enabled()
         if after != before and not torch.compiler.is_compiling():
-            listener.gradients_switched(are_enabled=after)
+            # below are this function, its replacement, `no_grad.__enter__` and its caller
+            caller = sys._getframe(2).f_back
+            listener.gradients_switched(
+                are_enabled=after, is_clipping=caller is not None and caller.f_code is _CLIPPING
+            )
         return result
-
-    def clip(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not listener.clipping_begins():
-            return original(*args, **kwargs)
-        try:
-            return original(*args, **kwargs)
-        finally:
-            listener.clipping_ended()
 
     leave = contextlib.ExitStack()
     for owner, name in _SWITCHES:
         leave.callback(replace(owner, name, switch))
-    for path in (table.TOTAL_NORM, table.CLIP_WITH_NORM):
-        if table.get(path) is ABSENT:
-            table.miss(path)
-        else:
-            leave.callback(replace(clip_grad, path.partition(":")[2], clip))
-    for name in _CLIPPING:
-        if hasattr(utils, name):
-            leave.callback(replace(utils, name, clip))
     return leave.close

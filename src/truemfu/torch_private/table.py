@@ -70,9 +70,6 @@ RUN_BACKWARD = _private(
     "torch.autograd:_engine_run_backward",
     "tensors exported in a backward pass, and backward passes of only some steps, are not reported",
 )
-_CLIPPING = "clipping by functions that were imported by name before the first step is no phase of its own"
-TOTAL_NORM = _private("torch.nn.utils.clip_grad:_get_total_norm", _CLIPPING)
-CLIP_WITH_NORM = _private("torch.nn.utils.clip_grad:_clip_grads_with_norm_", _CLIPPING)
 DISABLE_FUNCTION = _private("torch._C:DisableTorchFunction", "counts take longer")
 FLEX_FORWARD = _private(
     "torch._higher_order_ops.flex_attention:flex_attention", "flex attention cannot be counted"

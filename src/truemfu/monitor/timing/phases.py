@@ -40,7 +40,7 @@ class StepPhases:
         """Where the step began in which an optimizer steps now."""
         self._passing: TimeMark | None = None
         """The same of a forward pass with gradients."""
-        self._before_no_grad = self._after_backward = self._after_clipping = OTHER
+        self._after_switch = self._after_backward = OTHER
 
     def _now(self) -> str | None:
         """The current phase, if this thread runs the step and no code outside of it, and is not traced."""
@@ -77,14 +77,17 @@ class StepPhases:
         """It has returned; one that raised ends with its step at the latest."""
         self._passing = None
 
-    def gradients_switched(self, *, are_enabled: bool) -> None:
+    def gradients_switched(self, *, are_enabled: bool, is_clipping: bool) -> None:
         """Gradients were disabled, or enabled again; a module that does so is in its forward pass still."""
         phase = self._now()
         if are_enabled:
-            if phase == NO_GRAD:
-                self._clock.enter(self._before_no_grad)
+            if phase in (NO_GRAD, CLIPPING):
+                self._clock.enter(self._after_switch)
+        elif is_clipping and phase not in (None, BACKWARD, DATA_WAIT):
+            self._after_switch = self._base
+            self._clock.enter(CLIPPING)
         elif phase in _OPEN and (self._passing is None or self._passing is not self._clock.begun):
-            self._before_no_grad = phase
+            self._after_switch = phase
             self._clock.enter(NO_GRAD)
 
     def backward_begins(self, numbers: Sequence[int], asked: Hashable, makes_graph: bool) -> None:
@@ -98,20 +101,6 @@ class StepPhases:
         """It has returned, or raised."""
         if self._now() == BACKWARD and backward_number() == -1:
             self._clock.enter(self._after_backward)
-
-    def clipping_begins(self) -> bool:
-        """Gradients are measured or clipped; whether the end of that is to be told."""
-        phase = self._now()
-        if phase is None or phase in (BACKWARD, CLIPPING, DATA_WAIT):
-            return False
-        self._after_clipping = phase if phase == NO_GRAD else self._base
-        self._clock.enter(CLIPPING)
-        return True
-
-    def clipping_ended(self) -> None:
-        """That has returned, or raised."""
-        if self._now() == CLIPPING:
-            self._clock.enter(self._after_clipping)
 
     def optimizer_begins(self, *_: Any) -> None:
         """A hook of torch: an optimizer is about to step."""
