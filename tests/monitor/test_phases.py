@@ -26,6 +26,7 @@ from truemfu.monitor.timing.between_steps import BetweenSteps
 from truemfu.monitor.timing.clock import HostClock, Pause, Span, StepClock, TimeMark
 from truemfu.monitor.timing.phases import phases_of
 from truemfu.torch_private import loading
+from truemfu.torch_private.replacing import replace
 
 WIDTH = 8
 imported_early = clip_grad_norm_
@@ -199,18 +200,91 @@ def test_a_step_with_too_many_changes_is_unknown(steps: Steps, monkeypatch: pyte
     assert len(steps.take()) == 4
 
 
-def test_torch_is_left_as_it_was() -> None:
-    def functions() -> list[object]:
-        return [
-            torch.set_grad_enabled.__init__, torch.set_grad_enabled.__exit__, torch.inference_mode.__enter__,
-            torch.autograd._engine_run_backward,  # type: ignore[attr-defined]
-        ]  # fmt: skip
+def replaced() -> list[object]:
+    return [
+        torch.set_grad_enabled.__init__, torch.set_grad_enabled.__exit__, torch.inference_mode.__enter__,
+        torch.autograd._engine_run_backward,  # type: ignore[attr-defined]
+    ]  # fmt: skip
 
-    before = functions()
+
+def test_torch_is_left_as_it_was() -> None:
+    before = replaced()
     with contextlib.ExitStack() as leave:
         Steps(leave)
-        assert not any(new is old for new, old in zip(functions(), before, strict=True))
-    assert functions() == before
+        assert not any(new is old for new, old in zip(replaced(), before, strict=True))
+    assert replaced() == before
+
+
+def test_followers_may_end_in_the_order_in_which_they_began() -> None:
+    before, leaves = replaced(), [contextlib.ExitStack(), contextlib.ExitStack()]
+    both = [Steps(leave) for leave in leaves]
+    both[0].take()  # the second model's initial values
+    with torch.no_grad():
+        clip_grad_norm_(both[0].model.parameters(), 1.0)
+    both[0].loss().backward()
+    clip_grad_norm_(both[0].model.parameters(), 1.0)
+    assert both[0].take() == ["no_grad", "other", "forward", "backward", "other", "clipping", "other"]
+    for leave in leaves:
+        leave.close()
+    assert replaced() == before
+
+
+def test_a_decorator_and_an_object_that_is_entered_later_switch_gradients_too(steps: Steps) -> None:
+    @torch.set_grad_enabled(False)
+    def measured() -> None:
+        pass
+
+    assert steps.take() == ["no_grad", "other"]
+    measured()
+    assert steps.take() == ["no_grad", "other"]
+    later = torch.set_grad_enabled(False)
+    torch.set_grad_enabled(True)
+    assert steps.take() == ["no_grad", "other"]
+    with later:
+        pass
+    assert steps.take() == ["no_grad", "other"]
+
+
+def test_an_optimizer_around_another_one_is_one_phase(steps: Steps) -> None:
+    class Around(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            steps.optimizer.step()
+            with torch.no_grad():  # its own part of the update
+                pass
+
+    steps.loss().backward()
+    Around(steps.model.parameters(), lr=0.1).step()
+    assert steps.take() == ["forward", "backward", "other", "optimizer", "other"]
+
+
+def test_what_is_below_the_decorators_of_a_function_stays_there() -> None:
+    before = torch.optim.SGD.step.__wrapped__  # type: ignore[attr-defined]
+    end = replace(torch.optim.SGD, "step", lambda original, *args: original(*args))
+    assert torch.optim.SGD.step.__wrapped__ is before  # type: ignore[attr-defined]
+    end()
+
+
+def test_code_that_is_compiled_in_parts_is_not_compiled_again(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    model = nn.Linear(WIDTH, 1)
+
+    @torch.compile(backend="eager")
+    def loss_of(batch: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            target = model(batch).sum()
+            torch._dynamo.graph_break()
+            target = target * 2
+        with torch.inference_mode():
+            torch._dynamo.graph_break()
+        return (model(batch) * target).sum()
+
+    with (
+        torch._dynamo.config.patch(error_on_recompile=True),
+        TrainingMonitor(tmp_path, {"monitoring": {"trackers": []}}, model=model) as monitor,
+    ):
+        for step in range(5):
+            loss_of(torch.ones(2, WIDTH)).backward()
+            monitor.log_step(step, None, None, None, None)
 
 
 # What marks make of it.

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any, Generic, TypeVar
 
 from . import table
@@ -25,6 +26,11 @@ def replace(owner: Any, name: str, instead: Callable[..., Any]) -> Callable[[], 
     def ours(*args: Any, **kwargs: Any) -> Any:
         return instead(original, *args, **kwargs) if is_active else original(*args, **kwargs)
 
+    for function in (ours, instead):
+        not_compiled(function)
+    if hasattr(original, "__wrapped__"):  # a program may call what is below its decorators
+        ours.__wrapped__ = original.__wrapped__
+
     def end() -> None:
         nonlocal is_active
         is_active = False
@@ -37,6 +43,16 @@ def replace(owner: Any, name: str, instead: Callable[..., Any]) -> Callable[[], 
 
     setattr(owner, name, ours)
     return end
+
+
+def not_compiled(function: Callable[..., Any]) -> None:
+    """Keep the compiler, if it is loaded, from this function's own code; what that calls is compiled as ever.
+
+    After a graph break dynamo compiles whatever Python code runs, and ours with it.
+    """
+    skip = table.get(table.SKIP_CODE, load=False)
+    if skip is not ABSENT and isinstance(function, FunctionType):
+        skip(function.__code__)
 
 
 @contextlib.contextmanager
@@ -69,6 +85,7 @@ class Listeners(Generic[Listener]):
     def add(self, listener: Listener, owner: Any, name: str) -> Callable[[], None]:
         """Tell a listener of this function's calls; the returned function ends that."""
         if not self._all:
+            not_compiled(self._tell)
             self._end = replace(owner, name, lambda *args, **kwargs: self._tell(self._all, *args, **kwargs))
         self._all = (*self._all, listener)
 

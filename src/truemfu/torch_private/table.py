@@ -70,6 +70,10 @@ RUN_BACKWARD = _private(
     "torch.autograd:_engine_run_backward",
     "tensors exported in a backward pass, and backward passes of only some steps, are not reported",
 )
+SKIP_CODE = _private(
+    "torch._dynamo.eval_frame:skip_code", "code that is compiled in parts has a graph break more for each"
+)
+SET_EVAL_FRAME = _private("torch._C._dynamo.eval_frame:set_eval_frame", "the same")
 DISABLE_FUNCTION = _private("torch._C:DisableTorchFunction", "counts take longer")
 FLEX_FORWARD = _private(
     "torch._higher_order_ops.flex_attention:flex_attention", "flex attention cannot be counted"

@@ -38,6 +38,8 @@ class StepPhases:
         self._clock, self._between, self._forks = clock, between, forks.number
         self._optimizing: TimeMark | None = None
         """Where the step began in which an optimizer steps now."""
+        self._optimizers = 0
+        """Those that step now, one inside another."""
         self._passing: TimeMark | None = None
         """The same of a forward pass with gradients."""
         self._after_switch = self._after_backward = OTHER
@@ -105,6 +107,7 @@ class StepPhases:
     def optimizer_begins(self, *_: Any) -> None:
         """A hook of torch: an optimizer is about to step."""
         if self._now() not in (None, BACKWARD, DATA_WAIT):
+            self._optimizers = self._optimizers + 1 if self._base == OPTIMIZER else 1
             self._optimizing = self._clock.begun
             self._clock.enter(OPTIMIZER)
 
@@ -112,8 +115,10 @@ class StepPhases:
         """A hook of torch: it has stepped."""
         phase = self._now()
         if phase is not None and phase != BACKWARD and self._base == OPTIMIZER:
-            self._optimizing = None
-            self._clock.enter(OTHER)
+            self._optimizers -= 1
+            if not self._optimizers:
+                self._optimizing = None
+                self._clock.enter(OTHER)
 
 
 def phases_of(span: Span, *, has_compiled_code: bool) -> Mapping[str, float] | str | None:
