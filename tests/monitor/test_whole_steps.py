@@ -72,6 +72,20 @@ def test_a_teacher_is_counted_apart_and_in_the_whole_step(tmp_path: Path) -> Non
     assert not any("perf/observed" in row for row in rows[4:])  # known for steps like it
 
 
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_operators_that_are_made_of_others_are_counted(context: Any, tmp_path: Path) -> None:
+    student, conv, q = nn.Linear(8, 4), nn.Conv2d(3, 8, 3, padding=1), torch.randn(1, 2, 16, 8)
+
+    def step(number: int, pause: Any) -> None:
+        with context():
+            conv(torch.randn(2, 3, 16, 16))
+            nn.functional.scaled_dot_product_attention(q, q, q)
+        train(student, torch.randn(SAMPLES, 8), torch.zeros(SAMPLES, 4))
+
+    row = rows_of(tmp_path, step, student)[-1]
+    assert row["perf/no_grad_flops"] == 2 * 2 * 8 * 3 * 9 * 16 * 16 + 4 * 2 * 16 * 16 * 8
+
+
 def test_other_sizes_follow_from_the_form(tmp_path: Path) -> None:
     student, teacher = nn.Linear(8, 4), nn.Linear(8, 4)
     sizes = [3, 3, 5, 7, 9, 4, 8, 6, 5]
