@@ -168,10 +168,25 @@ def test_mfu_of_training_is_of_its_own_phases(tmp_path: Path) -> None:
         train(student, x, target)
 
     for row in rows_of(tmp_path, step, student)[4:]:
-        training_s = sum(row.get(f"perf/phase/{name}", 0.0) for name in ("forward", "backward", "optimizer"))
+        training_s = row["perf/step_time"] - row["perf/phase/no_grad"]
         assert row["perf/mfu_training"] * training_s * 1e12 == pytest.approx(2 * product(SAMPLES, student))
         assert row["perf/mfu_training"] > 2 * row["perf/mfu"]
         assert row["perf/phase/no_grad"] > 0.02
+
+
+def test_training_outside_of_the_watched_model_has_its_time(tmp_path: Path) -> None:
+    """A frozen encoder that is called with gradients counts as training, and runs before the first phase."""
+    encoder, head = nn.Linear(256, 512).requires_grad_(False), nn.Linear(512, 4)
+
+    def step(number: int, pause: Any) -> None:
+        features = encoder(torch.randn(SAMPLES, 256))
+        time.sleep(0.02)
+        train(head, features, torch.zeros(SAMPLES, 4))
+
+    for row in rows_of(tmp_path, step, head)[4:]:
+        work = row["perf/mfu"] * row["perf/step_time"] * 1e12
+        assert work == pytest.approx(product(SAMPLES, encoder) + 2 * product(SAMPLES, head))
+        assert row["perf/mfu_training"] * 0.02 * 1e12 < work
 
 
 def test_without_phases_there_is_no_mfu_of_training(tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ from .step_flops.source import ApartFlops, StepFlops, UnknownFlops
 
 WINDOW_STEPS = 100
 _PAUSE_METRICS = {kind: f"perf/{kind}_time" for kind in PAUSES} | {"other": "perf/other_pause_time"}
-_TRAINING_PHASES = ("forward", "backward", "clipping", "optimizer")
+_PHASES_WITHOUT_TRAINING = ("data_wait", "no_grad")
+"""All others may train: a frozen encoder that is called before the watched model is in "other"."""
 _PHASE_METRICS = {phase: f"perf/phase/{phase}" for phase in PHASES}
 
 
@@ -198,10 +199,11 @@ class StepAmounts:
         return (self._least_training_s + apart.least_s) / (time.elapsed_s + time.gap_s)
 
     def training_mfu(self, time: StepTime) -> float | None:
-        """The work of this rank's training over the time of the phases that do it."""
-        if self._least_training_s is None or not isinstance(time.phases_s, Mapping):
+        """The work of this rank's training over the time of the step without that of phases that do none."""
+        phases_s = time.phases_s
+        if self._least_training_s is None or not isinstance(phases_s, Mapping):
             return None
-        seconds = sum(time.phases_s.get(phase, 0.0) for phase in _TRAINING_PHASES)
+        seconds = sum(s for phase, s in phases_s.items() if phase not in _PHASES_WITHOUT_TRAINING)
         return self._least_training_s / seconds if seconds > 0 else None
 
     @cached_property
