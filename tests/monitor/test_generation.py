@@ -16,7 +16,7 @@ from observed_notes import wait_until_learned
 
 from truemfu import Convention, TrainingMonitor
 from truemfu.flops.observe.observation import OBSERVED
-from truemfu.monitor.step_flops.generation import NOT_KNOWN, GenerationFlops
+from truemfu.monitor.step_flops.generation import NOT_KNOWN, NOT_SEEN, GenerationFlops
 from truemfu.monitor.step_flops.known import FORM
 from truemfu.monitor.timing.clock import TimeMark
 from truemfu.monitor.watching.generation import CacheLayer, Generation, Pass, Weights
@@ -144,6 +144,37 @@ def test_without_a_cache_every_pass_is_of_all_positions(tmp_path: Path) -> None:
     assert rows[-1]["perf/generate/prefill_flops"] == sum(forward(ROWS, 6 + n, 0, 1) for n in range(5))
     assert rows[-1]["perf/generate/decode_flops"] == 0
     assert "perf/generate/read_bytes" not in rows[-1]
+
+
+def test_an_assistant_is_no_part_of_the_passes(tmp_path: Path) -> None:
+    """Its work is without gradients all the same."""
+    torch.manual_seed(1)
+    model, assistant, passes = llama(), llama(), []
+
+    def passed(module: Any, args: Any, kwargs: Any, out: Any) -> None:
+        if "labels" not in kwargs:
+            rows, positions = kwargs["input_ids"].shape
+            cached = out.past_key_values.layers[0].keys.shape[-2] - positions
+            passes.append(forward(rows, positions, cached, out.logits.shape[1]))
+
+    for each in (model, assistant):
+        each.register_forward_hook(passed, with_kwargs=True)
+    ids, rows = torch.randint(1, VOCABULARY, (1, 6)), []
+    with TrainingMonitor(tmp_path, {"monitoring": {"peak_tflops": 1.0}}, model=model) as monitor:
+        for number in range(1, 5):
+            passes.clear()
+            model.generate(ids, max_new_tokens=5, assistant_model=assistant)
+            model(input_ids=ids, labels=ids).loss.backward()
+            model.zero_grad()
+            monitor.log_step(number, 0, 0.0, None, 0.1)
+            wait_until_learned(monitor)
+            monitor.save_logs()
+            rows.append((dict(monitor.last), sum(passes)))
+    for row, work in rows[1:]:
+        assert row["perf/generate/unknown"] == NOT_SEEN
+        assert "perf/generate/read_bytes" not in row
+        assert row.get("perf/no_grad_flops", work) == work
+    assert any("perf/no_grad_flops" in row for row, _ in rows)
 
 
 def test_generate_is_as_it_was_after_the_run(tmp_path: Path) -> None:

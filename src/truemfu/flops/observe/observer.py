@@ -137,7 +137,7 @@ class StepObserver:
         return self._generation_passes
 
     def generation_ends(self) -> None:
-        """Record that `generate` has returned."""
+        """Record that `generate` has returned, or that what runs now belongs to no pass of it."""
         self._seen.generation_pass = 0
 
     def batch_begins(self, *, may_be_packed: bool = False) -> None:

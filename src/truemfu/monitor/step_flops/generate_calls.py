@@ -42,8 +42,10 @@ class GenerationWatch:
 
     def begins(self, model: Any) -> Callable[[Any], None] | None:
         """A call begins: what is to be called with its result, or None after an error; None to ignore it."""
-        is_here = threading.get_ident() == self._between.thread
-        if not is_here or self._current is not None or torch.compiler.is_compiling():
+        if threading.get_ident() != self._between.thread or torch.compiler.is_compiling():
+            return None
+        if self._current is not None:
+            self._assistant_begins(self._current)
             return None
         if model not in self._models:
             self._number += 1
@@ -71,6 +73,12 @@ class GenerationWatch:
             signals.generations = (*signals.generations, current)
 
         return ended
+
+    def _assistant_begins(self, outer: Generation) -> None:
+        """A call begins inside another one: what it runs belongs to no pass of that."""
+        outer.has_assistant = True
+        if self._watch.observer is not None:
+            self._watch.observer.generation_ends()
 
     def _pass_begins(self, model: Any, args: Any, kwargs: Any) -> None:
         current = self._current

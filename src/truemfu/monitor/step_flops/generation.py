@@ -24,7 +24,10 @@ from ..watching.generation import Generation, Pass
 from .known import FORM, Unknown
 
 _MOST_ROWS = 512
-NOT_SEEN = "not all forward passes of generate were seen: it compiled the model, or decodes in its own way"
+NOT_SEEN = (
+    "not all forward passes of generate were seen: it compiled the model, has an assistant, or decodes in "
+    "its own way"
+)
 NOT_KNOWN = "the observed calls of generate do not determine the FLOPs of this one"
 
 

@@ -56,9 +56,11 @@ class Generation:
     tokens: int | None = None
     """That were generated in all rows, with those after a row's end."""
     cache: Sequence[CacheLayer] | None = None
+    has_assistant: bool = False
+    """Whether another call ran inside it, whose passes are not among these."""
 
     @property
     def is_whole(self) -> bool:
         """Whether all its forward passes were seen."""
-        rows = self.passes[0].rows if self.passes else 0
+        rows = self.passes[0].rows if self.passes and not self.has_assistant else 0
         return bool(rows) and self.tokens is not None and len(self.passes) * rows >= self.tokens
