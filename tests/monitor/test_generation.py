@@ -232,7 +232,7 @@ def test_mbu_is_what_decoding_must_read_over_its_time_at_the_bandwidth() -> None
         end=TimeMark(3.0, None, 3.0),
         prompt=3,
         tokens=3,
-        cache=[CacheLayer(5, 8)] * 2,
+        cache={CacheLayer(5, 8): 2},
     )
     products = {
         each.number: each.queries * 80 + 20 + each.queries * (each.cached + each.queries) for each in passes
@@ -249,3 +249,31 @@ def test_mbu_is_what_decoding_must_read_over_its_time_at_the_bandwidth() -> None
         "perf/generate/read_bytes": 2 * 100 + 2 * 8 * (4 + 5),
         "perf/generate/mbu": pytest.approx((2 * 100 + 2 * 8 * (4 + 5)) / 1.0 / 1000.0),
     }
+
+
+@pytest.mark.parametrize("attention", ["full", "causal"])
+def test_passes_of_one_position_each_are_as_one(attention: Any) -> None:
+    flops = GenerationFlops(Convention(attention=attention), None)
+    single = [Pass(0, 2, 1, cached) for cached in range(5, 30)]
+    merged: Pass | None = single[0]
+    for each in single[1:]:
+        assert merged is not None
+        merged = merged.followed_by(each)
+    assert merged == Pass(0, 2, 1, 5, 25)
+    assert merged.end == 30
+    assert flops._row(merged) == tuple(map(sum, zip(*map(flops._row, single), strict=True)))
+
+
+def test_calls_of_a_long_evaluation_are_kept_by_their_sizes_alone(tmp_path: Path) -> None:
+    model, ids = llama(), torch.randint(1, VOCABULARY, (ROWS, 6))
+    with TrainingMonitor(tmp_path, {"monitoring": {"peak_tflops": 1.0}}, model=model) as monitor:
+        for number in range(3):
+            model(input_ids=ids, labels=ids).loss.backward()
+            monitor.log_step(number, 0, 0.0, None, 0.1)
+        with monitor.pause("evaluation"):
+            model.generate(ids, max_new_tokens=100, min_new_tokens=100)
+        assert monitor._live is not None
+        (call,) = monitor._live.steps.watch.signals.generations
+        assert call.passes == [Pass(0, ROWS, 6, 0), Pass(0, ROWS, 1, 6, 99)]
+        assert call.is_whole
+        assert sum(each.times for each in call.passes) == 100

@@ -68,7 +68,7 @@ class GenerationFlops:
                     found = observed.get(each.number, Counter())
                     form.dtypes.update(found)
                     form.rows[self._row(each)] = found.total()
-                    form.longest = max(form.longest, each.cached + each.queries)
+                    form.longest = max(form.longest, each.end)
             if form.rows:
                 form.linear = solve(3, ((list(row), (flops,)) for row, flops in form.rows.items()))
 
@@ -95,17 +95,18 @@ class GenerationFlops:
     def _by_form(self, form: _Form, passes: Sequence[Pass]) -> int | None:
         if form.linear is None or len(form.dtypes) != 1:
             return None
-        if any(each.cached + each.queries > form.longest for each in passes):
+        if any(each.end > form.longest for each in passes):
             return None  # a limit, such as a sliding window, would not have shown
         sums = [sum(column) for column in zip(*map(self._row, passes), strict=True)] or [0, 0, 0]
         found = form.linear.integers(sums)
         return None if found is None else found[0]
 
     def _row(self, each: Pass) -> tuple[int, int, int]:
-        pairs = each.queries * (each.cached + each.queries)
+        times, queries = each.times, each.queries
+        pairs = times * queries * (each.cached + queries) + queries * (times * (times - 1) // 2)
         if self._is_causal:
-            pairs -= each.queries * (each.queries - 1) // 2
-        return each.rows * each.queries, each.rows, each.rows * pairs
+            pairs -= times * (queries * (queries - 1) // 2)
+        return each.rows * times * queries, each.rows * times, each.rows * pairs
 
     def bytes_read(self, generation: Generation) -> float | None:
         """What the decoding steps of a call must read; None if unknown."""
@@ -116,9 +117,13 @@ class GenerationFlops:
         if per_position is None or per_position[0] != 2 * generation.weights.matrix_elements:
             return None
         decode = parts(generation.passes)[1]
-        found = float(generation.weights.bytes * len(decode))
-        for layer, layers in Counter(cache).items():
-            positions = sum(min(each.cached + each.queries, layer.positions) for each in decode)
+        found = float(generation.weights.bytes * sum(each.times for each in decode))
+        for layer, layers in cache.items():
+            positions = sum(
+                min(each.cached + each.queries + n, layer.positions)
+                for each in decode
+                for n in range(each.times)
+            )
             found += layers * layer.bytes_per_position * positions
         return found
 
