@@ -16,8 +16,13 @@ from observed_notes import wait_until_learned
 
 from truemfu import Convention, TrainingMonitor
 from truemfu.flops.observe.observation import OBSERVED
-from truemfu.monitor.step_flops.generation import NOT_KNOWN, NOT_SEEN, GenerationFlops
-from truemfu.monitor.step_flops.known import FORM
+from truemfu.monitor.step_flops.generation import (
+    NOT_KNOWN,
+    NOT_SEEN,
+    GenerationCount,
+    GenerationFlops,
+)
+from truemfu.monitor.step_flops.known import FORM, Unknown
 from truemfu.monitor.timing.clock import TimeMark
 from truemfu.monitor.watching.generation import CacheLayer, Generation, Pass, Weights
 
@@ -249,6 +254,23 @@ def test_mbu_is_what_decoding_must_read_over_its_time_at_the_bandwidth() -> None
         "perf/generate/read_bytes": 2 * 100 + 2 * 8 * (4 + 5),
         "perf/generate/mbu": pytest.approx((2 * 100 + 2 * 8 * (4 + 5)) / 1.0 / 1000.0),
     }
+
+
+def test_passes_of_equal_sizes_with_other_work_end_the_form() -> None:
+    """A prompt with an image, then one without: later calls may have either."""
+
+    def call() -> Generation:
+        passes = [Pass(1, 1, 3, 0), Pass(2, 1, 1, 3), Pass(3, 1, 1, 4)]
+        mark = TimeMark(0.0, None, 0.0)
+        return Generation(0, mark, Weights(100, 50), is_paused=False, passes=passes, prompt=3, tokens=3)
+
+    flops = GenerationFlops(Convention(), None)
+    flops.take([call()], {1: Counter(fp32=269), 2: Counter(fp32=104), 3: Counter(fp32=105)})
+    assert isinstance(flops.answer(call(), None), GenerationCount)
+    flops.take([call()], {1: Counter(fp32=999), 2: Counter(fp32=104), 3: Counter(fp32=105)})
+    assert flops.answer(call(), None) == Unknown(NOT_KNOWN)
+    flops.take([call()], {1: Counter(fp32=269), 2: Counter(fp32=104), 3: Counter(fp32=105)})
+    assert flops.answer(call(), None) == Unknown(NOT_KNOWN)
 
 
 @pytest.mark.parametrize("attention", ["full", "causal"])

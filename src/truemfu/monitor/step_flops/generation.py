@@ -5,10 +5,11 @@ A pass of a dense decoder over q positions of B rows, with c positions cached, m
     B·q·(2·elements of the layers' matrices)  +  B·(2·elements of the head)  +  B·pairs·(FLOPs of a pair)
 
 with q·(c + q) pairs, or the causal ones by the convention. The three factors are those that all observed
-passes of a model determine exactly; where passes contradict each other (a sliding window) only observed calls
-are known. MBU is what each decoding step must read (every weight once, and keys and values of the positions
-so far) over the time of decoding at the device's bandwidth. It is left out where not every position is
-multiplied by every matrix (a mixture of experts, quantised weights): what was read is then unknown.
+passes of a model determine exactly; where passes contradict each other (a sliding window, images beside
+some prompts of one length) only observed calls are known. MBU is what each decoding step must read (every
+weight once, and keys and values of the positions so far) over the time of decoding at the device's
+bandwidth. It is left out where not every position is multiplied by every matrix (a mixture of experts,
+quantised weights): what was read is then unknown.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ class _Form:
         self.rows: dict[tuple[int, ...], int] = {}
         self.dtypes: set[str] = set()
         self.linear: Linear | None = None
+        self.is_contradicted = False
+        """Whether passes of equal sizes had different FLOPs: what they do is not known by their sizes."""
         self.longest = 0
         """Of the observed passes: positions cached and computed."""
 
@@ -67,9 +70,12 @@ class GenerationFlops:
                 if each.number and len(form.rows) < _MOST_ROWS:
                     found = observed.get(each.number, Counter())
                     form.dtypes.update(found)
-                    form.rows[self._row(each)] = found.total()
+                    row, total = self._row(each), found.total()
+                    form.is_contradicted |= form.rows.setdefault(row, total) != total
                     form.longest = max(form.longest, each.end)
-            if form.rows:
+            if form.is_contradicted:
+                form.linear = None
+            elif form.rows:
                 form.linear = solve(3, ((list(row), (flops,)) for row, flops in form.rows.items()))
 
     def answer(
