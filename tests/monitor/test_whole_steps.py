@@ -86,6 +86,26 @@ def test_operators_that_are_made_of_others_are_counted(context: Any, tmp_path: P
     assert row["perf/no_grad_flops"] == 2 * 2 * 8 * 3 * 9 * 16 * 16 + 4 * 2 * 16 * 16 * 8
 
 
+def test_work_of_steps_that_are_not_logged_is_per_step(tmp_path: Path) -> None:
+    """As the step time is, so that the row's own figures give its MFU."""
+    student, teacher = nn.Linear(8, 4), nn.Linear(8, 4)
+    config = {"monitoring": {"peak_tflops": PEAK_TFLOPS, "mfu_calculation_mode": "smart"}}
+    with TrainingMonitor(tmp_path, config, model=student) as monitor:
+        for number in range(1, 33):
+            x = torch.randn(SAMPLES, 8)
+            with torch.no_grad():
+                target = teacher(x)
+            train(student, x, target)
+            if number % 4 == 0:
+                monitor.log_step(number, 0, 0.0, None, 0.1)
+                wait_until_learned(monitor)
+                monitor.save_logs()
+        row = monitor.last
+    assert row["perf/no_grad_flops"] == product(SAMPLES, teacher)
+    whole = (row["perf/mfu_whole_step"] - row["perf/mfu"]) * row["perf/step_time"] * 1e12
+    assert whole == pytest.approx(product(SAMPLES, teacher))
+
+
 def test_other_sizes_follow_from_the_form(tmp_path: Path) -> None:
     student, teacher = nn.Linear(8, 4), nn.Linear(8, 4)
     sizes = [3, 3, 5, 7, 9, 4, 8, 6, 5]

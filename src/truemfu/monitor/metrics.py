@@ -235,6 +235,8 @@ def performance(amounts: StepAmounts, time: StepTime) -> dict[str, Any]:
     """The `perf/` metrics of one step."""
     steps, seconds, data_wait_s, between_s, forwards, left_out_s, phases_s, _ = time
     row = amounts.timeless.copy()
+    if steps != 1 and (flops := row.get("perf/no_grad_flops")) is not None:
+        row["perf/no_grad_flops"] = flops / steps
     if seconds is not None and seconds > 0:
         row["perf/step_time"] = seconds / steps
         row["perf/steps_per_second"] = steps / seconds
