@@ -67,7 +67,8 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 @functools.cache
 def _is_composite(func: Any, device: str) -> bool:
-    return _has(func, _COMPOSITE) and not _has(func, device.upper())
+    is_composite = _has(func, _COMPOSITE) and hasattr(func, "_op_dk")
+    return is_composite and not _has(func, device.upper())
 
 
 @functools.cache
