@@ -24,6 +24,7 @@ NOT_NEEDED = {
     table.FLEX_FORWARD, table.FLEX_BACKWARD, table.FLEX_CHECK, table.CURRENT_STREAM, table.DEFAULT_STORE,
     table.SCALED_MM, table.INT_MM, table.COMPILED_CALL, table.PIPELINE_STAGE,
     table.NCCL_RECORDS, table.COMPILED_REGION, table.TRACING, table.TENSOR_GUARDS,
+    table.DISPATCH_ON_ENTRY, table.IS_EXCLUDED, table.EXCLUDE, table.DISPATCH_KEY,
 }  # fmt: skip
 """By a training on a CPU, in one process, without flex attention and without torch.compile."""
 ROWS = SHAPE[0] * SHAPE[1]

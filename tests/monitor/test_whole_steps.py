@@ -72,6 +72,40 @@ def test_a_teacher_is_counted_apart_and_in_the_whole_step(tmp_path: Path) -> Non
     assert not any("perf/observed" in row for row in rows[4:])  # known for steps like it
 
 
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_operators_that_are_made_of_others_are_counted(context: Any, tmp_path: Path) -> None:
+    student, conv, q = nn.Linear(8, 4), nn.Conv2d(3, 8, 3, padding=1), torch.randn(1, 2, 16, 8)
+
+    def step(number: int, pause: Any) -> None:
+        with context():
+            conv(torch.randn(2, 3, 16, 16))
+            nn.functional.scaled_dot_product_attention(q, q, q)
+        train(student, torch.randn(SAMPLES, 8), torch.zeros(SAMPLES, 4))
+
+    row = rows_of(tmp_path, step, student)[-1]
+    assert row["perf/no_grad_flops"] == 2 * 2 * 8 * 3 * 9 * 16 * 16 + 4 * 2 * 16 * 16 * 8
+
+
+def test_work_of_steps_that_are_not_logged_is_per_step(tmp_path: Path) -> None:
+    """As the step time is, so that the row's own figures give its MFU."""
+    student, teacher = nn.Linear(8, 4), nn.Linear(8, 4)
+    config = {"monitoring": {"peak_tflops": PEAK_TFLOPS, "mfu_calculation_mode": "smart"}}
+    with TrainingMonitor(tmp_path, config, model=student) as monitor:
+        for number in range(1, 33):
+            x = torch.randn(SAMPLES, 8)
+            with torch.no_grad():
+                target = teacher(x)
+            train(student, x, target)
+            if number % 4 == 0:
+                monitor.log_step(number, 0, 0.0, None, 0.1)
+                wait_until_learned(monitor)
+                monitor.save_logs()
+        row = monitor.last
+    assert row["perf/no_grad_flops"] == product(SAMPLES, teacher)
+    whole = (row["perf/mfu_whole_step"] - row["perf/mfu"]) * row["perf/step_time"] * 1e12
+    assert whole == pytest.approx(product(SAMPLES, teacher))
+
+
 def test_other_sizes_follow_from_the_form(tmp_path: Path) -> None:
     student, teacher = nn.Linear(8, 4), nn.Linear(8, 4)
     sizes = [3, 3, 5, 7, 9, 4, 8, 6, 5]
@@ -154,10 +188,25 @@ def test_mfu_of_training_is_of_its_own_phases(tmp_path: Path) -> None:
         train(student, x, target)
 
     for row in rows_of(tmp_path, step, student)[4:]:
-        training_s = sum(row.get(f"perf/phase/{name}", 0.0) for name in ("forward", "backward", "optimizer"))
+        training_s = row["perf/step_time"] - row["perf/phase/no_grad"]
         assert row["perf/mfu_training"] * training_s * 1e12 == pytest.approx(2 * product(SAMPLES, student))
         assert row["perf/mfu_training"] > 2 * row["perf/mfu"]
         assert row["perf/phase/no_grad"] > 0.02
+
+
+def test_training_outside_of_the_watched_model_has_its_time(tmp_path: Path) -> None:
+    """A frozen encoder that is called with gradients counts as training, and runs before the first phase."""
+    encoder, head = nn.Linear(256, 512).requires_grad_(False), nn.Linear(512, 4)
+
+    def step(number: int, pause: Any) -> None:
+        features = encoder(torch.randn(SAMPLES, 256))
+        time.sleep(0.02)
+        train(head, features, torch.zeros(SAMPLES, 4))
+
+    for row in rows_of(tmp_path, step, head)[4:]:
+        work = row["perf/mfu"] * row["perf/step_time"] * 1e12
+        assert work == pytest.approx(product(SAMPLES, encoder) + 2 * product(SAMPLES, head))
+        assert row["perf/mfu_training"] * 0.02 * 1e12 < work
 
 
 def test_without_phases_there_is_no_mfu_of_training(tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ from .step_flops.source import ApartFlops, StepFlops, UnknownFlops
 
 WINDOW_STEPS = 100
 _PAUSE_METRICS = {kind: f"perf/{kind}_time" for kind in PAUSES} | {"other": "perf/other_pause_time"}
-_TRAINING_PHASES = ("forward", "backward", "clipping", "optimizer")
+_PHASES_WITHOUT_TRAINING = ("data_wait", "no_grad")
+"""All others may train: a frozen encoder that is called before the watched model is in "other"."""
 _PHASE_METRICS = {phase: f"perf/phase/{phase}" for phase in PHASES}
 
 
@@ -198,10 +199,11 @@ class StepAmounts:
         return (self._least_training_s + apart.least_s) / (time.elapsed_s + time.gap_s)
 
     def training_mfu(self, time: StepTime) -> float | None:
-        """The work of this rank's training over the time of the phases that do it."""
-        if self._least_training_s is None or not isinstance(time.phases_s, Mapping):
+        """The work of this rank's training over the time of the step without that of phases that do none."""
+        phases_s = time.phases_s
+        if self._least_training_s is None or not isinstance(phases_s, Mapping):
             return None
-        seconds = sum(time.phases_s.get(phase, 0.0) for phase in _TRAINING_PHASES)
+        seconds = sum(s for phase, s in phases_s.items() if phase not in _PHASES_WITHOUT_TRAINING)
         return self._least_training_s / seconds if seconds > 0 else None
 
     @cached_property
@@ -233,6 +235,8 @@ def performance(amounts: StepAmounts, time: StepTime) -> dict[str, Any]:
     """The `perf/` metrics of one step."""
     steps, seconds, data_wait_s, between_s, forwards, left_out_s, phases_s, _ = time
     row = amounts.timeless.copy()
+    if steps != 1 and (flops := row.get("perf/no_grad_flops")) is not None:
+        row["perf/no_grad_flops"] = flops / steps
     if seconds is not None and seconds > 0:
         row["perf/step_time"] = seconds / steps
         row["perf/steps_per_second"] = steps / seconds

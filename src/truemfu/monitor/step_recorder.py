@@ -208,7 +208,7 @@ class StepRecorder:
             signals.passes,
             signals.gradients,
             signals.apart,
-            signals.generations,
+            tuple(signals.generations),
         )
 
     def log_step(

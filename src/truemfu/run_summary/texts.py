@@ -424,7 +424,7 @@ def _own_mfus(summary: RunSummary) -> list[Figure]:
     if whole is None:
         return []
     of_whole = "all counted work, also without gradients, over all time of a step"
-    of_training = "training's work over the time of forward, backward, clipping and optimizer"
+    of_training = "training's work over a step's time without data wait and blocks without gradients"
     return [
         _figure("MFU, whole step", share, whole, of_whole, UNKNOWN),
         _figure("MFU of training", share, training, of_training, "the phases of steps are not known"),

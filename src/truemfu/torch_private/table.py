@@ -90,6 +90,11 @@ TREES = tuple(
 )
 SCHEMAS = _private("torch._C:_jit_get_schemas_for_operator", _NOT_PROFILED)
 HAS_KERNEL = _private("torch._C:_dispatch_has_kernel_for_dispatch_key", _NOT_PROFILED)
+_NOT_DIVIDED = "observed steps do not see inside operators that are made of others, under inference_mode"
+DISPATCH_ON_ENTRY = _private("torch._C:_RestorePythonTLSSnapshot", _NOT_DIVIDED)
+IS_EXCLUDED = _private("torch._C:_dispatch_tls_is_dispatch_key_excluded", _NOT_DIVIDED)
+EXCLUDE = _private("torch._C:_SetExcludeDispatchKeyGuard", _NOT_DIVIDED)
+DISPATCH_KEY = _private("torch._C:DispatchKey", _NOT_DIVIDED)
 PROFILER_ENABLED = _private("torch._C:_autograd._profiler_enabled", _NOT_PROFILED)
 PROFILER_STEPS = _private("torch.autograd.profiler:KinetoStepTracker._step_dict", _NOT_PROFILED)
 PROFILER_FLAG = _private("torch.autograd.profiler:_is_profiler_enabled", _NOT_PROFILED)
@@ -150,6 +155,7 @@ ATTRIBUTES: dict[str, str] = {
     "_schema": "of an operator: models cannot be counted",
     "_sequence_nr": "of an autograd node: models cannot be counted",
     "_nested_tensor_size": "of a nested tensor: its products are not counted",
+    "_op_dk": "of an operator: under inference_mode, operators that are made of others are not seen inside",
     "_mode_key": "of a dispatch mode: no step is observed while tensors are fake",
     "_forward_cls": "of an autograd node: what a re-entrant checkpoint recomputes counts as backward",
     "_values": "of a sparse tensor: its products are not counted",

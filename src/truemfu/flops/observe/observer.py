@@ -20,6 +20,7 @@ import torch
 from ...convention import Convention
 from ...errors import one_line
 from ...torch_private.compiler import dynamo_disable, is_compiling
+from ...torch_private.composite import divided, is_undivided
 from ...torch_private.dispatch import TorchDispatchMode, disable_torch_function
 from ...torch_private.mode_stack import (
     modes_below,
@@ -136,7 +137,7 @@ class StepObserver:
         return self._generation_passes
 
     def generation_ends(self) -> None:
-        """Record that `generate` has returned."""
+        """Record that `generate` has returned, or that what runs now belongs to no pass of it."""
         self._seen.generation_pass = 0
 
     def batch_begins(self, *, may_be_packed: bool = False) -> None:
@@ -185,6 +186,12 @@ class _ObserverMode(TorchDispatchMode):
             return func(*args, **kwargs)  # the latter: torch traces, on tensors without data
         if types and not _OWN_TYPES.issuperset(types) and any(map(_has_dispatch, types)):
             return NotImplemented  # a tensor subclass: its own dispatch unfolds it
+        if is_undivided(func, args):
+            put_at_the_bottom(self)
+            try:
+                return divided(func, args, kwargs)
+            finally:
+                take_out(lambda mode: mode is self)
         with disable_torch_function():
             out = func(*args, **kwargs)
             if self.is_of_the_step():

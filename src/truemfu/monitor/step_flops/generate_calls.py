@@ -12,7 +12,8 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,8 +43,10 @@ class GenerationWatch:
 
     def begins(self, model: Any) -> Callable[[Any], None] | None:
         """A call begins: what is to be called with its result, or None after an error; None to ignore it."""
-        is_here = threading.get_ident() == self._between.thread
-        if not is_here or self._current is not None or torch.compiler.is_compiling():
+        if threading.get_ident() != self._between.thread or torch.compiler.is_compiling():
+            return None
+        if self._current is not None:
+            self._assistant_begins(self._current)
             return None
         if model not in self._models:
             self._number += 1
@@ -67,10 +70,15 @@ class GenerationWatch:
             if isinstance(sequences, torch.Tensor) and current.prompt is not None:
                 current.tokens = sequences.shape[0] * (sequences.shape[1] - current.prompt)
             current.cache = _layers(cache)
-            signals = self._watch.signals
-            signals.generations = (*signals.generations, current)
+            self._watch.signals.generations.append(current)
 
         return ended
+
+    def _assistant_begins(self, outer: Generation) -> None:
+        """A call begins inside another one: what it runs belongs to no pass of that."""
+        outer.has_assistant = True
+        if self._watch.observer is not None:
+            self._watch.observer.generation_ends()
 
     def _pass_begins(self, model: Any, args: Any, kwargs: Any) -> None:
         current = self._current
@@ -83,7 +91,7 @@ class GenerationWatch:
             cached = 0
             if self._cache is not None:
                 last = current.passes[-1] if current.passes else None
-                cached = _cached(self._cache) if last is None else last.cached + last.queries
+                cached = _cached(self._cache) if last is None else last.end
             if current.decode is None and queries == 1 and current.passes:
                 with hidden_from_modes():
                     current.decode = self._clock.moment()
@@ -91,7 +99,9 @@ class GenerationWatch:
                 current.prompt = 0 if ids is None else cached + queries
             observer = None if current.is_paused else self._watch.observer
             number = 0 if observer is None else observer.generation_pass_begins()
-            current.passes.append(Pass(number, rows, queries, cached))
+            found = Pass(number, rows, queries, cached)
+            merged = current.passes[-1].followed_by(found) if len(current.passes) > 1 else None
+            current.passes[-1:] = [merged] if merged is not None else [*current.passes[-1:], found]
         except Exception:  # not for the training: the call is then not seen as a whole
             current.prompt = None
 
@@ -139,9 +149,9 @@ def _cached(cache: Any) -> int:
     return 0 if keys is None or not keys.numel() else int(keys.shape[-2])
 
 
-def _layers(cache: Any) -> list[CacheLayer] | None:
-    """The layers of a cache; None if they are not of the usual kind."""
-    found = []
+def _layers(cache: Any) -> Mapping[CacheLayer, int] | None:
+    """How many layers of each kind a cache has; None if they are not of the usual kind."""
+    found: Counter[CacheLayer] = Counter()
     for layer in getattr(cache, "layers", ()):
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if not isinstance(keys, torch.Tensor) or not isinstance(values, torch.Tensor) or keys.dim() != 4:
@@ -149,5 +159,5 @@ def _layers(cache: Any) -> list[CacheLayer] | None:
         positions = keys.shape[-2]
         if not positions:
             return None
-        found.append(CacheLayer(positions, (keys.nbytes + values.nbytes) // positions))
+        found[CacheLayer(positions, (keys.nbytes + values.nbytes) // positions)] += 1
     return found or None

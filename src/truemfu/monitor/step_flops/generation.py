@@ -5,10 +5,11 @@ A pass of a dense decoder over q positions of B rows, with c positions cached, m
     B·q·(2·elements of the layers' matrices)  +  B·(2·elements of the head)  +  B·pairs·(FLOPs of a pair)
 
 with q·(c + q) pairs, or the causal ones by the convention. The three factors are those that all observed
-passes of a model determine exactly; where passes contradict each other (a sliding window) only observed calls
-are known. MBU is what each decoding step must read (every weight once, and keys and values of the positions
-so far) over the time of decoding at the device's bandwidth. It is left out where not every position is
-multiplied by every matrix (a mixture of experts, quantised weights): what was read is then unknown.
+passes of a model determine exactly; where passes contradict each other (a sliding window, images beside
+some prompts of one length) only observed calls are known. MBU is what each decoding step must read (every
+weight once, and keys and values of the positions so far) over the time of decoding at the device's
+bandwidth. It is left out where not every position is multiplied by every matrix (a mixture of experts,
+quantised weights): what was read is then unknown.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ from ..watching.generation import Generation, Pass
 from .known import FORM, Unknown
 
 _MOST_ROWS = 512
-NOT_SEEN = "not all forward passes of generate were seen: it compiled the model, or decodes in its own way"
+NOT_SEEN = (
+    "not all forward passes of generate were seen: it compiled the model, has an assistant, or decodes in "
+    "its own way"
+)
 NOT_KNOWN = "the observed calls of generate do not determine the FLOPs of this one"
 
 
@@ -45,6 +49,8 @@ class _Form:
         self.rows: dict[tuple[int, ...], int] = {}
         self.dtypes: set[str] = set()
         self.linear: Linear | None = None
+        self.is_contradicted = False
+        """Whether passes of equal sizes had different FLOPs: what they do is not known by their sizes."""
         self.longest = 0
         """Of the observed passes: positions cached and computed."""
 
@@ -64,9 +70,12 @@ class GenerationFlops:
                 if each.number and len(form.rows) < _MOST_ROWS:
                     found = observed.get(each.number, Counter())
                     form.dtypes.update(found)
-                    form.rows[self._row(each)] = found.total()
-                    form.longest = max(form.longest, each.cached + each.queries)
-            if form.rows:
+                    row, total = self._row(each), found.total()
+                    form.is_contradicted |= form.rows.setdefault(row, total) != total
+                    form.longest = max(form.longest, each.end)
+            if form.is_contradicted:
+                form.linear = None
+            elif form.rows:
                 form.linear = solve(3, ((list(row), (flops,)) for row, flops in form.rows.items()))
 
     def answer(
@@ -92,17 +101,18 @@ class GenerationFlops:
     def _by_form(self, form: _Form, passes: Sequence[Pass]) -> int | None:
         if form.linear is None or len(form.dtypes) != 1:
             return None
-        if any(each.cached + each.queries > form.longest for each in passes):
+        if any(each.end > form.longest for each in passes):
             return None  # a limit, such as a sliding window, would not have shown
         sums = [sum(column) for column in zip(*map(self._row, passes), strict=True)] or [0, 0, 0]
         found = form.linear.integers(sums)
         return None if found is None else found[0]
 
     def _row(self, each: Pass) -> tuple[int, int, int]:
-        pairs = each.queries * (each.cached + each.queries)
+        times, queries = each.times, each.queries
+        pairs = times * queries * (each.cached + queries) + queries * (times * (times - 1) // 2)
         if self._is_causal:
-            pairs -= each.queries * (each.queries - 1) // 2
-        return each.rows * each.queries, each.rows, each.rows * pairs
+            pairs -= times * (queries * (queries - 1) // 2)
+        return each.rows * times * queries, each.rows * times, each.rows * pairs
 
     def bytes_read(self, generation: Generation) -> float | None:
         """What the decoding steps of a call must read; None if unknown."""
@@ -113,9 +123,13 @@ class GenerationFlops:
         if per_position is None or per_position[0] != 2 * generation.weights.matrix_elements:
             return None
         decode = parts(generation.passes)[1]
-        found = float(generation.weights.bytes * len(decode))
-        for layer, layers in Counter(cache).items():
-            positions = sum(min(each.cached + each.queries, layer.positions) for each in decode)
+        found = float(generation.weights.bytes * sum(each.times for each in decode))
+        for layer, layers in cache.items():
+            positions = sum(
+                min(each.cached + each.queries + n, layer.positions)
+                for each in decode
+                for n in range(each.times)
+            )
             found += layers * layer.bytes_per_position * positions
         return found
 

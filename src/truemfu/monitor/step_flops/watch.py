@@ -96,14 +96,14 @@ class StepSignals:
         self.apart: tuple[TensorSizes, ...] = ()
         """The batches of the watched modules' passes without gradients, but for those of `generate`."""
         self.is_generating = False
-        self.generations: tuple[Generation, ...] = ()
+        self.generations: list[Generation] = []
         """Calls of `generate` since the last step."""
 
     def begin(self) -> None:
         """A step begins on this thread."""
         self._thread, self.first = threading.get_ident(), next_sequence_nr()
         self._before_pause, self._resumed_at, self.passes, self.gradients = None, 0, 0, None
-        self.apart, self.generations = (), ()
+        self.apart, self.generations = (), []
 
     def nodes_made(self) -> int | None:
         """So far in this step; None if unknown."""
