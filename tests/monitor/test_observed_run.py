@@ -12,7 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_post_hook,
+)
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from truemfu import TrainingMonitor
@@ -95,13 +99,37 @@ def test_an_optimizer_on_another_thread_in_a_pause_or_unreadable_is_not_seen() -
 
 
 def test_the_hook_on_optimizers_is_gone_after_the_run(tmp_path: Path, model: Model) -> None:
-    before = dict(_global_optimizer_pre_hooks)
+    before, before_post = dict(_global_optimizer_pre_hooks), dict(_global_optimizer_post_hooks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monitor = TrainingMonitor(tmp_path, {"monitoring": {"peak_tflops": 1}}, model=model)
-    model(torch.randn(ROWS, WIDTH)).backward()
-    monitor.log_step(1, 0, 1.0, None, None)
+    for step in (1, 2):
+        model(torch.randn(ROWS, WIDTH)).backward()
+        optimizer.step()
+        monitor.log_step(step, 0, 1.0, None, None)
     assert len(_global_optimizer_pre_hooks) == len(before) + 2  # signals of the step, and its phases
+    assert len(_global_optimizer_post_hooks) == len(before_post) + 1
     monitor.close()
     assert dict(_global_optimizer_pre_hooks) == before
+    assert dict(_global_optimizer_post_hooks) == before_post
+
+
+def test_a_monitor_may_begin_in_a_hook_after_an_optimizer_step(tmp_path: Path, model: Model) -> None:
+    optimizer, steps = torch.optim.SGD(model.parameters(), lr=0.1), iter(range(1, 9))
+    monitors: list[TrainingMonitor] = []
+
+    def stepped(*_: Any) -> None:
+        if not monitors:
+            monitors.append(TrainingMonitor(tmp_path, {"monitoring": {"peak_tflops": 1}}, model=model))
+        monitors[0].log_step(next(steps), 0, 1.0, None, None)
+
+    hook = register_optimizer_step_post_hook(stepped)
+    for _ in range(4):
+        model(torch.randn(ROWS, WIDTH)).backward()
+        optimizer.step()
+    hook.remove()
+    monitors[0].close()
+    rows = json.loads((tmp_path / "training_log.json").read_text("utf-8"))
+    assert rows[-1]["perf/phase/optimizer"] > 0
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..convention import Convention
 from ..errors import one_line
@@ -327,7 +327,7 @@ def _watched_phases(clock: StepClock, between: BetweenSteps, leave: contextlib.E
     leave.callback(backward_passes.listen(phases))
     leave.callback(phase_changes.listen(phases))
     leave.callback(register_optimizer_step_pre_hook(phases.optimizer_begins).remove)
-    leave.callback(register_optimizer_step_post_hook(phases.optimizer_ended).remove)
+    leave.callback(phases.leave)
     return phases
 
 

@@ -16,6 +16,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from ...run_summary.sums import PHASES
 from ...torch_private.watching import backward_number
@@ -38,6 +40,8 @@ class StepPhases:
         self._clock, self._between, self._forks = clock, between, forks.number
         self._optimizing: TimeMark | None = None
         """Where the step began in which an optimizer steps now."""
+        self._hook: RemovableHandle | None = None
+        """The hook after optimizer steps."""
         self._optimizers = 0
         """Those that step now, one inside another."""
         self._passing: TimeMark | None = None
@@ -107,6 +111,8 @@ class StepPhases:
     def optimizer_begins(self, *_: Any) -> None:
         """A hook of torch: an optimizer is about to step."""
         if self._now() not in (None, BACKWARD, DATA_WAIT):
+            if self._hook is None:  # not before: a monitor may begin while torch goes through these hooks
+                self._hook = register_optimizer_step_post_hook(self.optimizer_ended)
             self._optimizers = self._optimizers + 1 if self._base == OPTIMIZER else 1
             self._optimizing = self._clock.begun
             self._clock.enter(OPTIMIZER)
@@ -119,6 +125,11 @@ class StepPhases:
             if not self._optimizers:
                 self._optimizing = None
                 self._clock.enter(OTHER)
+
+    def leave(self) -> None:
+        """No optimizer's end is told from now on."""
+        if self._hook is not None:
+            self._hook.remove()
 
 
 def phases_of(span: Span, *, has_compiled_code: bool) -> Mapping[str, float] | str | None:
