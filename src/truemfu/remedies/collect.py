@@ -225,12 +225,14 @@ class SteppedOptimizers:
 
     def __init__(self) -> None:
         self._seen: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
-        self._handle = register_optimizer_step_post_hook(self._stepped)
+        self._is_taken = False
+        register_optimizer_step_post_hook(self._stepped)
 
     def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._seen.setdefault(id(optimizer), weakref.ref(optimizer))
+        if not self._is_taken:
+            self._seen.setdefault(id(optimizer), weakref.ref(optimizer))
 
     def take(self) -> list[torch.optim.Optimizer]:
         """Those seen so far; no more are noted."""
-        self._handle.remove()
+        self._is_taken = True  # the hook stays: this may run in another one, while torch goes through them
         return [found for reference in self._seen.values() if (found := reference()) is not None]
