@@ -53,6 +53,8 @@ def not_compiled(function: Callable[..., Any]) -> None:
     skip = table.get(table.SKIP_CODE, load=False)
     if skip is not ABSENT and isinstance(function, FunctionType):
         skip(function.__code__)
+    elif skip is ABSENT and table.SKIP_CODE.partition(":")[0] in sys.modules:
+        table.miss(table.SKIP_CODE)
 
 
 @contextlib.contextmanager
