@@ -16,6 +16,7 @@ from observed_notes import wait_until_learned
 
 from truemfu import Convention, TrainingMonitor
 from truemfu.flops.observe.observation import OBSERVED
+from truemfu.monitor.step_flops import generate_calls
 from truemfu.monitor.step_flops.generation import (
     NOT_KNOWN,
     NOT_SEEN,
@@ -299,3 +300,24 @@ def test_calls_of_a_long_evaluation_are_kept_by_their_sizes_alone(tmp_path: Path
         assert call.passes == [Pass(0, ROWS, 6, 0), Pass(0, ROWS, 1, 6, 99)]
         assert call.is_whole
         assert sum(each.times for each in call.passes) == 100
+
+
+@pytest.mark.parametrize("part", ["_weights", "_cached", "_layers"])
+def test_a_call_that_cannot_be_followed_is_said_and_is_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    def fails(_: Any) -> Any:
+        raise TypeError("of another kind")
+
+    model, ids = llama(), torch.randint(1, VOCABULARY, (ROWS, 6))
+    expected = model.generate(ids, max_new_tokens=4, do_sample=False)
+    monkeypatch.setattr(generate_calls, part, fails)
+    with TrainingMonitor(tmp_path, {"monitoring": {"peak_tflops": 1.0}}, model=model) as monitor:
+        for number in range(4):
+            model(input_ids=ids, labels=ids).loss.backward()
+            if number:
+                assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), expected)
+            monitor.log_step(number, 0, 0.0, None, 0.1)
+        monitor.save_logs()
+        assert any("could not be followed" in text for text in monitor.summary()["warnings"])
+        assert "perf/generate/decode_flops" not in monitor.last

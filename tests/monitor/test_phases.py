@@ -265,6 +265,7 @@ def test_what_is_below_the_decorators_of_a_function_stays_there() -> None:
 
 
 def test_code_that_is_compiled_in_parts_is_not_compiled_again(tmp_path: Path) -> None:
+    """Dynamo raises at the first call that compiles anything a second time."""
     torch._dynamo.reset()
     model = nn.Linear(WIDTH, 1)
 

@@ -190,7 +190,7 @@ def test_mfu_of_training_is_of_its_own_phases(tmp_path: Path) -> None:
     for row in rows_of(tmp_path, step, student)[4:]:
         training_s = row["perf/step_time"] - row["perf/phase/no_grad"]
         assert row["perf/mfu_training"] * training_s * 1e12 == pytest.approx(2 * product(SAMPLES, student))
-        assert row["perf/mfu_training"] > 2 * row["perf/mfu"]
+        assert row["perf/mfu_training"] > row["perf/mfu"]
         assert row["perf/phase/no_grad"] > 0.02
 
 

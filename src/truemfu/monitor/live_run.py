@@ -196,7 +196,7 @@ class LiveRun:
             model=facts_of(hooks.models.roots),
         )
         self._leave_torch.callback(loading.listen(between))
-        self._leave_torch.callback(GenerationWatch(watch, clock, between).leave)
+        self._leave_torch.callback(GenerationWatch(watch, clock, between, notices).leave)
         if self._rank.is_first:
             output.start(self.info)
         is_held = training_lock._is_owned  # type: ignore[attr-defined]  # as threading.Condition does

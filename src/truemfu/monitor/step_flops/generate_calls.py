@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...errors import one_line
 from ...torch_private.dispatch import hidden_from_modes
 from ...torch_private.replacing import Listeners
 from ..timing.between_steps import BetweenSteps
@@ -32,8 +33,10 @@ _HOME, _OWNER = "transformers.generation.utils", "GenerationMixin"
 class GenerationWatch:
     """Lives on the training thread; calls of other threads are ignored, and those inside another call."""
 
-    def __init__(self, watch: StepWatch, clock: StepClock, between: BetweenSteps) -> None:
-        self._watch, self._clock, self._between = watch, clock, between
+    def __init__(
+        self, watch: StepWatch, clock: StepClock, between: BetweenSteps, notice: Callable[..., None]
+    ) -> None:
+        self._watch, self._clock, self._between, self._notice = watch, clock, between, notice
         self._current: Generation | None = None
         self._cache: Any = None
         self._number = 0
@@ -74,6 +77,10 @@ class GenerationWatch:
 
         return ended
 
+    def failed(self, error: Exception) -> None:
+        """A part of this raised, which is not for the training: the call has no figures, or some unknown."""
+        self._notice(f"a call of generate could not be followed: {one_line(error)}", about="generate")
+
     def _assistant_begins(self, outer: Generation) -> None:
         """A call begins inside another one: what it runs belongs to no pass of that."""
         outer.has_assistant = True
@@ -102,29 +109,30 @@ class GenerationWatch:
             found = Pass(number, rows, queries, cached)
             merged = current.passes[-1].followed_by(found) if len(current.passes) > 1 else None
             current.passes[-1:] = [merged] if merged is not None else [*current.passes[-1:], found]
-        except Exception:  # not for the training: the call is then not seen as a whole
-            current.prompt = None
+        except Exception as error:
+            current.prompt = None  # it was not seen as a whole
+            self.failed(error)
 
 
 def _tell(
     listeners: Sequence[GenerationWatch], original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    ends = []
+    ends: list[tuple[GenerationWatch, Callable[[Any], None]]] = []
     for listener in listeners:
         try:
-            ends.append(listener.begins(model))
-        except Exception:  # not for the training
-            continue
+            if (ended := listener.begins(model)) is not None:
+                ends.append((listener, ended))
+        except Exception as error:
+            listener.failed(error)
     result = None
     try:
         result = original(model, *args, **kwargs)
     finally:
-        for ended in ends:
+        for listener, ended in ends:
             try:
-                if ended is not None:
-                    ended(result)
-            except Exception:
-                continue
+                ended(result)
+            except Exception as error:
+                listener.failed(error)
     return result
 
 
