@@ -6,18 +6,10 @@ from collections.abc import Mapping
 
 from ..records import RunRecord, RunSummary
 from ..text import counted, share
+from .sums import PHASES
 
 PASSES_LABEL, LIMIT_LABEL = "forward and backward", "steps are"
-PHASE_NAMES = {
-    "data_wait": "data wait",
-    "input": "input",
-    "forward": "forward",
-    "no_grad": "without gradients",
-    "backward": "backward",
-    "clipping": "clipping",
-    "optimizer": "optimizer",
-    "other": "other",
-}
+PHASE_NAMES = {phase: phase.replace("_", " ") for phase in PHASES} | {"no_grad": "without gradients"}
 _LIMITS = 0.25
 """The part of a step from which on something besides the model's passes is what limits it."""
 _SMALLEST_SHOWN = 0.001

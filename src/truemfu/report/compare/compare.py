@@ -20,9 +20,9 @@ from typing import Literal
 import msgspec
 
 from ...errors import UsageError
-from ...run_summary.phases import PHASE_NAMES
 from ...run_summary.texts import PARTLY_ESTIMATED
 from ...text import some_of
+from ..run.log_rows import PHASES
 from .intervals import FEWEST_STEPS, Estimate, mean_of, median_of, ratio_of, shows_run_to_run
 from .load import (
     MeasuredRun,
@@ -45,11 +45,7 @@ SLOWER, FASTER, UNCLEAR = "slower", "faster", "no difference shown"
 
 
 _SMALLEST_PHASE = 0.001
-
-
-def phase_figure(phase: str) -> str:
-    """The name of the figure with the seconds of a phase."""
-    return f"phase_{phase}_s"
+"""Of a step: a phase with less on either side is left out."""
 
 
 class ComparedFigure(msgspec.Struct, frozen=True, kw_only=True):
@@ -242,7 +238,7 @@ class _Judge:
             marks = {"mark_a": _mark(own), "mark_b": _mark(others)}
             figures.append(None if mfu is None else msgspec.structs.replace(mfu, **marks))
         figures.append(_memory(sides))
-        figures += [self._phase(phase, sides) for phase in PHASE_NAMES]
+        figures += [self._phase(phase, sides) for phase in PHASES]
         return Pair(
             name=name,
             runs_a=len(own),
@@ -264,7 +260,7 @@ class _Judge:
         None where a run has too few steps with phases, or the phase takes next to no time on a side.
         """
         judge = _Judge(
-            confidence=1 - (1 - self._confidence) / len(PHASE_NAMES),
+            confidence=1 - (1 - self._confidence) / len(PHASES),
             max_regression=None,
             run_to_run=self._run_to_run,
         )
@@ -272,7 +268,7 @@ class _Judge:
             spent_s, all_s = sum(series.phases_s.get(phase, ())), sum(map(sum, series.phases_s.values()))
             if spent_s <= _SMALLEST_PHASE * all_s:
                 return None
-        return judge._estimated(phase_figure(phase), sides, lambda series: series.phases_s[phase], mean_of)
+        return judge._estimated(PHASES[phase], sides, lambda series: series.phases_s[phase], mean_of)
 
     def _estimated(
         self,

@@ -13,7 +13,8 @@ from ...run_summary.phases import PHASE_NAMES
 from ...text import counted, duration, number, share, shortened, size, some_of
 from ..drawing.documents import json_text, markdown_document
 from ..drawing.tables import Table, digits, measures, table_of, words
-from .compare import FASTER, SLOWER, UNCLEAR, ComparedFigure, Comparison, Pair, Unmatched, phase_figure
+from ..run.log_rows import PHASES
+from .compare import FASTER, SLOWER, UNCLEAR, ComparedFigure, Comparison, Pair, Unmatched
 
 _FORMATS = {
     "step_time_median_s": ("step time, median", duration),
@@ -22,9 +23,9 @@ _FORMATS = {
     "samples_per_s": ("samples/s, median", number),
     "mfu": ("MFU, median", share),
     "peak_memory_bytes": ("peak memory", size),
-    **{phase_figure(phase): (f"{name}, mean of a step", duration) for phase, name in PHASE_NAMES.items()},
+    **{figure: (f"{PHASE_NAMES[phase]}, mean of a step", duration) for phase, figure in PHASES.items()},
 }
-_PHASES = {phase_figure(phase): phase for phase in PHASE_NAMES}
+_PHASES = {figure: phase for phase, figure in PHASES.items()}
 LONGEST_NAME = 200
 _LONGEST_STATUS = 300
 TITLE = "Comparison"
