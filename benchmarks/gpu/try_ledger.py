@@ -4,8 +4,8 @@ Why: a tool that says "compile gains 24 %" is believed when the same line, writt
 timed without the tool, gains 24 %. For each model (random weights, synthetic batches, `try_training.py`) this
 runs
   try        `truemfu try` on the script, every remedy that applies
-  by hand    the same script with the remedy's line in its code, in processes of their own that take turns
-             with the unchanged script; it times its steps by CUDA events, and truemfu is not imported
+  by hand    the script with the remedy's line in its code and the unchanged one, in turns in one process; it
+             times its steps by CUDA events, and truemfu is not imported
 and prints a row for each remedy: the step, the gain by `try` with its 95 % interval, the gain by hand,
 whether that lies in the interval or within 1 % of the step, and the verdict. `at most` is the bound of
 `truemfu explain`, if this truemfu has it. It ends with how many rows agree, and all as one line of JSON.
@@ -13,10 +13,10 @@ whether that lies in the interval or within 1 % of the step, and the verdict. `a
     PYTHONPATH=src python benchmarks/gpu/try_ledger.py --models llama vit -o ledger-1 --time 500
     PYTHONPATH=src python benchmarks/gpu/try_ledger.py --merge ledger-1 ledger-2  # of several calls
 
-A model takes three to eight minutes on an H200, half of it by hand. --time is a limit in seconds for all, in
-equal parts for the models; what it leaves out is named. --only names remedies, --rounds, --steps and
---hand-rounds are the repeats, and --tiny makes models for a CPU. A model that fails costs its own rows. The
-folder has the trials, and each model's entry.json once it is measured.
+A model takes three to six minutes on an H200, a third of it by hand. --time is a limit in seconds for all, in
+equal parts for the models; what it leaves out is named. --only names remedies, --rounds and --steps are the
+repeats of `try`, and --tiny makes models for a CPU. A model that fails costs its own rows. The folder has the
+trials, and each model's entry.json once it is measured.
 """
 
 from __future__ import annotations
@@ -56,61 +56,46 @@ def run_try(model: str, folder: Path, options: argparse.Namespace, left_s: float
     return result
 
 
-def time_by_hand(model: str, folder: Path, options: argparse.Namespace, case: dict[str, Any]) -> float:
-    """A step of one process with the lines of a case in the script, in seconds: the median, and the mean wait
-    of a loader in it."""
-    out = folder / "hand.json"
-    out.unlink(missing_ok=True)
-    names = case["remedies"] or ([case["name"]] if case["name"] != "unchanged" else [])
-    command = [sys.executable, str(SCRIPT), model, "--steps", str(options.steps), "--warm-up", str(WARM_UP)]
-    command += ["--out", str(out), *(["--tiny"] if options.tiny else [])]
-    lines = [line for line in case["lines"] if "block" in line or "sdp(" in line or "set_attn" in line]
-    if lines:
+def gain_by_hand(model: str, folder: Path, options: argparse.Namespace, case: dict[str, Any]) -> float:
+    """The share of a step that the lines of a case gain in the script: by medians, and with workers, where
+    steps differ in their wait, by means."""
+    out = folder / f"hand-{case['name']}.json"
+    command = [sys.executable, str(SCRIPT), model, "--warm-up", str(WARM_UP), "--out", str(out)]
+    command += ["--write", *(case["remedies"] or [case["name"]]), *(["--tiny"] if options.tiny else [])]
+    if lines := [line for line in case["lines"] if "block" in line or "sdp(" in line or "set_attn" in line]:
         command += ["--line", lines[0]]
-    workers = [line for line in case["lines"] if "num_workers" in line]
-    if workers:
+    if workers := [line for line in case["lines"] if "num_workers" in line]:
         command += ["--workers", workers[0].partition("num_workers=")[2].partition(",")[0]]
-    if names:
-        command += ["--write", *names]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=HAND_LIMIT_S)
     if done.returncode:
         raise RuntimeError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "failed")
-    times = json.loads(out.read_text())
-    return statistics.fmean(times) if workers else statistics.median(times)
+    step_s = {
+        name: statistics.fmean(times) if workers else statistics.median(times)
+        for name, times in json.loads(out.read_text()).items()
+    }
+    print(
+        f"  by hand {case['name']}: {1e3 * step_s['unchanged']:.2f} {1e3 * step_s['written']:.2f} ms",
+        flush=True,
+    )
+    return 1 - step_s["written"] / step_s["unchanged"]
 
 
 def by_hand(
     model: str, folder: Path, options: argparse.Namespace, trial: dict[str, Any], until_s: float
 ) -> dict[str, Any]:
-    """Gains by hand of all cases that `try` measured, in turns with the unchanged script."""
-    unchanged = {"name": "unchanged", "remedies": [], "lines": []}
-    cases = [case for case in trial["cases"] if case["gain"] is not None]
-    cases += [trial["together"]] if trial["together"] and trial["together"]["gain"] is not None else []
-    ratios: dict[str, list[float]] = {}
+    """Gains by hand of all cases that `try` measured."""
+    cases = [case for case in [*trial["cases"], trial["together"]] if case and case["gain"] is not None]
+    gains: dict[str, float] = {}
     failures: dict[str, str] = {}
-    before = None
-    for turn in range(options.hand_rounds):
-        for case in cases if turn % 2 == 0 else cases[::-1]:
-            name = case["name"]
-            if time.monotonic() > until_s:
-                failures.setdefault(name, "--time is over")
-                continue
-            if name in failures:
-                continue
-            try:
-                before = before or time_by_hand(model, folder, options, unchanged)
-                changed = time_by_hand(model, folder, options, case)
-                after = time_by_hand(model, folder, options, unchanged)
-            except (RuntimeError, subprocess.TimeoutExpired) as error:
-                failures[name] = str(error)[:300]
-                continue
-            ratios.setdefault(name, []).append(changed / math.sqrt(before * after))
-            print(
-                f"  by hand {name}: {1e3 * before:.2f} {1e3 * changed:.2f} {1e3 * after:.2f} ms", flush=True
-            )
-            before = after
-    gains = {name: 1 - statistics.geometric_mean(found) for name, found in ratios.items()}
-    return {"gains": gains, "ratios": ratios, "failures": failures}
+    for case in cases:
+        if time.monotonic() > until_s:
+            failures[case["name"]] = "--time is over"
+            continue
+        try:
+            gains[case["name"]] = gain_by_hand(model, folder, options, case)
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            failures[case["name"]] = str(error)[:300]
+    return {"gains": gains, "failures": failures}
 
 
 def bounds_of(model: str, options: argparse.Namespace) -> dict[str, float]:
@@ -234,7 +219,6 @@ def main() -> None:
     parser.add_argument("--time", type=float, default=math.inf, help="seconds for all")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--hand-rounds", type=int, default=2)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("-o", "--output", type=Path, default=Path("try-ledger"))
     parser.add_argument("--merge", nargs="*", type=Path, default=[])
@@ -260,7 +244,7 @@ def main() -> None:
         entry: dict[str, Any] = {"model": model, "about": about}
         try:
             entry["bounds"] = bounds_of(model, options)
-            entry["try"] = run_try(model, folder, options, left_s * 0.55)
+            entry["try"] = run_try(model, folder, options, left_s * 0.65)
             entry["hand"] = by_hand(model, folder, options, entry["try"], model_until_s)
         except (RuntimeError, OSError, ValueError) as error:
             entry["error"] = f"{type(error).__name__}: {error}"

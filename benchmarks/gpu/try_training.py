@@ -1,16 +1,16 @@
 """Trains one model on synthetic batches, for `try_ledger.py`; with --write NAME by hand with that remedy.
 
-    python benchmarks/gpu/try_training.py llama --steps 30 --write fused_optimizer --out times.json
+    python benchmarks/gpu/try_training.py llama
+    python benchmarks/gpu/try_training.py llama --write fused_optimizer --out times.json
 
-Written as a user would write it, without truemfu. --out gets the times of the steps after warm-up, by CUDA
-events, in seconds. It trains on without --steps.
+Written as a user would write it, without truemfu. With --out the unchanged program and the written one take
+turns in this process, and the file gets the seconds of the steps of each, by CUDA events; else it trains on.
 """
 
 import argparse
 import contextlib
 import itertools
 import json
-import sys
 import time
 
 import torch
@@ -23,18 +23,12 @@ parser.add_argument("--tiny", action="store_true")
 parser.add_argument("--write", nargs="*", default=[])
 parser.add_argument("--line", default="", help="of remedies whose line depends on the model")
 parser.add_argument("--workers", type=int, default=0)
-parser.add_argument("--steps", type=int)
+parser.add_argument("--turns", type=int, default=8)
 parser.add_argument("--warm-up", type=int, default=10)
 parser.add_argument("--out")
 options = parser.parse_args()
-written, device = options.write, "cpu" if options.tiny else "cuda"
-torch.manual_seed(0)
-if "tf32" in written:
-    torch.set_float32_matmul_precision("high")
-if "cudnn_benchmark" in written:
-    torch.backends.cudnn.benchmark = True
-if "attention" in written and options.line.startswith("torch."):
-    exec(options.line)
+device = "cpu" if options.tiny else "cuda"
+TURN = 10
 
 
 def sized(large, tiny):
@@ -82,12 +76,13 @@ class Images(torch.utils.data.Dataset):
         return {"pixel_values": self.pool[i % 16], "labels": i % 10}
 
 
-def from_loader(size, batch):
+def from_loader(size, batch, written=()):
+    workers = options.workers if "loader_workers" in written else 0
     loader = torch.utils.data.DataLoader(
         Images(size),
         batch_size=batch,
-        num_workers=options.workers,
-        persistent_workers=options.workers > 0,
+        num_workers=workers,
+        persistent_workers=workers > 0,
         pin_memory="pin_memory" in written,
     )
     for found in loader:
@@ -123,7 +118,7 @@ def decoder(name, width, inner, layers, batch, length, **extra):
     return model, tokens(shape["vocab_size"], batch, length)
 
 
-def build():
+def build(written):
     """The model, its batches, and whether the script has autocast of its own."""
     if options.model in ("llama", "llama_checkpointed"):
         model, batches = decoder("Llama", *sized((2048, 5632, 8, 8, 1024), (64, 128, 2, 2, 32)))
@@ -146,7 +141,7 @@ def build():
     if options.model == "convnext":
         shape = sized({}, {"hidden_sizes": [16, 16, 32, 32], "depths": [1, 1, 2, 1]})
         model = of_transformers(("ConvNext", "ImageClassification"), shape, {"num_labels": 1000})
-        return model, from_loader(sized(224, 64), sized(64, 4)), False
+        return model, from_loader(sized(224, 64), sized(64, 4), written), False
     batch, size = sized((16, 128), (2, 16))
     draws = torch.Generator().manual_seed(1)
     return (
@@ -162,8 +157,10 @@ def channels_last(value):
     return value.contiguous(memory_format=torch.channels_last) if value.dim() == 4 else value
 
 
-def main():
-    model, batches, has_autocast = build()
+def train(written):
+    """Trains with these remedies in the program, one step each time it is asked for the next."""
+    torch.manual_seed(0)
+    model, batches, has_autocast = build(written)
     flags = {name: True for name in ("fused", "foreach") if f"{name}_optimizer" in written}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, **flags)
     if "channels_last" in written:
@@ -175,9 +172,7 @@ def main():
         called = torch.compile(model)
     if "cuda_graphs" in written:
         called = torch.compile(model, mode="reduce-overhead")
-    marks = []
-    steps = range(options.warm_up + options.steps) if options.steps else itertools.count()
-    for step, batch in zip(steps, batches, strict=False):
+    for batch in batches:
         if "channels_last" in written:
             batch = channels_last(batch)
         is_cast = has_autocast or "autocast_bf16" in written
@@ -186,11 +181,37 @@ def main():
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if options.out and step >= options.warm_up - 1:
-            marks.append(mark())
-    if options.out:
-        with open(options.out, "w") as file:
-            json.dump(seconds_between(marks), file)
+        yield
+
+
+def switch_to(written):
+    """The settings of torch that one of the two programs has at its head."""
+    torch.set_float32_matmul_precision("high" if "tf32" in written else "highest")
+    torch.backends.cudnn.benchmark = "cudnn_benchmark" in written
+    for name in ("cudnn", "flash", "mem_efficient"):
+        getattr(torch.backends.cuda, f"enable_{name}_sdp")(True)
+    if "attention" in written and options.line.startswith("torch."):
+        exec(options.line)
+
+
+def take_turns():
+    """Seconds of steps of the unchanged program and of the written one. The first steps of a turn are left
+    out: the device's queue fills, and batches wait that workers loaded in the other's turn."""
+    lead_in = max(2, 3 * options.workers)
+    programs = {"unchanged": [], "written": options.write}
+    running, marks = {}, {name: [] for name in programs}
+    for turn in range(1 + options.turns):
+        for name in sorted(programs, reverse=turn % 2 == 1):
+            switch_to(programs[name])
+            running.setdefault(name, train(programs[name]))
+            for _ in range(lead_in if turn else options.warm_up):
+                next(running[name])
+            if turn:
+                marks[name].append([mark()])
+                for _ in range(TURN):
+                    next(running[name])
+                    marks[name][-1].append(mark())
+    return {name: [s for turn in turns for s in seconds_between(turn)] for name, turns in marks.items()}
 
 
 def mark():
@@ -209,4 +230,10 @@ def seconds_between(marks):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if options.out:
+        times = take_turns()
+        with open(options.out, "w") as file:
+            json.dump(times, file)
+    else:
+        for _ in train(options.write):
+            pass
