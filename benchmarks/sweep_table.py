@@ -1,7 +1,6 @@
-"""The figures of docs/sweep.md, "On an H200", and docs/private.md, from the committed sweeps.
+"""The figures of docs/sweep.md, "On an H200", and docs/private.md, from the committed sweep.
 
-    sweep_h200/results         ─► the table of the page ─► ratios between trainers and batch shapes
-    sweep_h200_8x1024/results  ─► one batch shape again, with a later book-keeping
+    sweep_h200/results ─► the table of the page ─► ratios between trainers and batch shapes
 
 Why: `truemfu summarize` prints means over all points, and the pages name single ones.
 
@@ -14,8 +13,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-_ALL = Path(__file__).parent / "results"
-RESULTS, LATER = _ALL / "sweep_h200" / "results", _ALL / "sweep_h200_8x1024" / "results"
+RESULTS = Path(__file__).parent / "results" / "sweep_h200" / "results"
 TRAINERS = {
     "StandardTrainer": "standard",
     "DPBookKeepingTrainer": "book-keeping",
@@ -27,10 +25,10 @@ STANDARD, BOOK_KEEPING = list(TRAINERS)[:2]
 SHAPES = [(batch, length) for batch in (4, 8) for length in (512, 1024)]
 
 
-def results(folder: Path = RESULTS) -> dict[str, dict[tuple[int, int], dict[str, Any]]]:
+def results() -> dict[str, dict[tuple[int, int], dict[str, Any]]]:
     """Each trainer's results by batch × sequence."""
     found: dict[str, dict[tuple[int, int], dict[str, Any]]] = {name: {} for name in TRAINERS}
-    for path in folder.glob("*.json"):
+    for path in RESULTS.glob("*.json"):
         result = json.loads(path.read_text(encoding="utf-8"))
         case = result["case"]
         found[case["trainer"]][case["batch_size"], case["seq_len"]] = result
@@ -41,9 +39,9 @@ def step_s(result: dict[str, Any]) -> float:
     return float(result["measured"]["steps"]["median_s"])
 
 
-def table(folder: Path = RESULTS) -> list[str]:
-    """The rows of a table of the page."""
-    found, lines = results(folder), []
+def table() -> list[str]:
+    """The rows of the table of the page."""
+    found, lines = results(), []
     for shape in sorted(found[STANDARD]):
         for name, text in TRAINERS.items():
             result = found[name][shape]
@@ -69,8 +67,8 @@ def compared() -> list[str]:
         for name in list(TRAINERS)[2:]
         for shape in SHAPES
     )
-    for what, (ratio, name, (batch, length)) in zip(("least", "most"), (ratios[0], ratios[-1]), strict=True):
-        lines.append(f"step of Opacus over book-keeping, {what}: {ratio:.3f}, {name} at {batch} × {length}")
+    for ratio, name, (batch, length) in ratios:
+        lines.append(f"step of Opacus over book-keeping: {ratio:.3f}, {name} at {batch} × {length}")
     small, large = SHAPES[0], SHAPES[-1]
     for name, text in TRAINERS.items():
         of = found[name]
@@ -95,21 +93,5 @@ def compared() -> list[str]:
     return lines
 
 
-def later() -> list[str]:
-    """Ratios of the later sweep."""
-    found, (shape,) = results(LATER), SHAPES[-1:]
-    own = found[BOOK_KEEPING][shape]
-    ratios = ", ".join(
-        f"{step_s(found[name][shape]) / step_s(own):.2f} for {text}"
-        for name, text in list(TRAINERS.items())[2:]
-    )
-    standard = found[STANDARD][shape]
-    work = own["measured"]["flops"]["hardware_flops"] / standard["measured"]["flops"]["hardware_flops"]
-    return [
-        f"later, 8 × 1024: book-keeping over standard {step_s(own) / step_s(standard):.2f}, executed work "
-        f"{work:.2f}; over book-keeping: {ratios}"
-    ]
-
-
 if __name__ == "__main__":
-    print("\n".join([*table(), "", *compared(), "", *table(LATER), "", *later()]))
+    print("\n".join([*table(), "", *compared()]))
