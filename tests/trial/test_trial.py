@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -143,6 +144,25 @@ def test_a_remedy_that_loses_the_loss_is_a_failure_however_fast_it_is(tmp_path: 
     assert case["verdict"] == "failed"
     assert case["reason"].startswith("the loss is not finite in 18 steps; in an unchanged run in 0")
     assert done.trial["recommended"] == []
+
+
+def test_more_of_short_steps_are_measured_unless_their_number_is_given(tmp_path: Path) -> None:
+    written(
+        tmp_path,
+        "import time, torch\n"
+        "model = torch.nn.Linear(8, 8)\n"
+        "optimizer = torch.optim.AdamW(model.parameters())\n"
+        "while True:\n"
+        "    model(torch.ones(4, 8)).sum().backward()\n"
+        "    optimizer.step()\n"
+        "    optimizer.zero_grad()\n"
+        "    time.sleep(0.01)\n",
+    )
+    call = [sys.executable, "train.py"]
+    trial = tried(tmp_path, "--only", "fused_optimizer", "--rounds", "1", call=call, steps=()).trial
+    first, *others = [len(run["step_times_s"]) for run in trial["runs"]]
+    assert first == 40
+    assert set(others) == {trial["steps"]} == {max(40, math.ceil(2 / trial["evidence"]["step_time_s"]))}
 
 
 def test_an_optimizer_that_a_remedy_does_not_fit_is_a_result(tmp_path: Path) -> None:

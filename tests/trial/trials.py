@@ -40,19 +40,27 @@ class Tried:
         return (folder / "output.txt").read_text()
 
 
-def command(folder: Path, *options: str, call: list[str]) -> list[str]:
+def command(
+    folder: Path, *options: str, call: list[str], steps: tuple[str, ...] = ("--steps", "20")
+) -> list[str]:
     own = [sys.executable, "-m", "truemfu", "try", "-o", str(folder / "trial")]
-    return [*own, "--steps", "20", "--warm-up", "3", *options, "--", *call]
+    return [*own, *steps, "--warm-up", "3", *options, "--", *call]
 
 
 def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", **more}
 
 
-def tried(folder: Path, *options: str, call: list[str], more: Mapping[str, str] | None = None) -> Tried:
+def tried(
+    folder: Path,
+    *options: str,
+    call: list[str],
+    more: Mapping[str, str] | None = None,
+    steps: tuple[str, ...] = ("--steps", "20"),
+) -> Tried:
     """The trial of a command in this folder."""
     done = subprocess.run(
-        command(folder, *options, call=call),
+        command(folder, *options, call=call, steps=steps),
         cwd=folder,
         env=environment(**(more or {})),
         capture_output=True,

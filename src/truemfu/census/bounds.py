@@ -200,6 +200,8 @@ def _cuda_graphs(known: StepItems) -> Finding:
         return None, "it needs a GPU"
     if _runs_graphs(known):
         return None, "CUDA graphs run already"
+    if not _is_compiled(known):
+        return _compile(known)  # the compiler makes the graphs, and fuses kernels too
     gaps, where = _gaps(known)
     return gaps, f"the GPU runs no kernel for {duration(gaps)} {where}"
 

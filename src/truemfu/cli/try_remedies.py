@@ -61,7 +61,9 @@ def _seconds(context: click.Context, param: click.Parameter, value: str | None) 
     help=f"The folder of the trial.  [default: {_FOLDER}/DATE-TIME-NAME]",
 )
 @click.option(
-    "--steps", type=click.IntRange(min=20), default=40, show_default=True, help="Measured in each process."
+    "--steps",
+    type=click.IntRange(min=20),
+    help="Measured in each process.  [default: 40, and at least 2 s of them]",
 )
 @click.option(
     "--warm-up",
@@ -93,7 +95,7 @@ def _seconds(context: click.Context, param: click.Parameter, value: str | None) 
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def try_remedies(
     folder: Path | None,
-    steps: int,
+    steps: int | None,
     warm_up: int,
     rounds: int,
     time_s: float | None,

@@ -8,6 +8,7 @@ What was measured counts, whatever ends the trial: a lack of time and Ctrl-C onl
 from __future__ import annotations
 
 import datetime
+import math
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ from .record import FAILED, NOT_MEASURED, TOGETHER, TRIAL_FILE, Trial, TrialCase
 _FIRST_LIMIT_S = 1800.0
 _LIMIT_FACTOR, _LIMIT_EXTRA_S, _COMPILE_EXTRA_S = 10.0, 60.0, 300.0
 """The limit of a process: some times an unchanged one, and time for a compiler."""
+USUAL_STEPS, USUAL_S = 40, 2.0
+"""At least so many and so long: something else on the host can disturb half a second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +45,8 @@ class TrialSettings:
     command: Sequence[str]
     """As it is started."""
     folder: Path
-    steps: int
+    steps: int | None
+    """Measured ones of each process; None: `USUAL_STEPS`, and more of short ones."""
     warm_up_steps: int
     rounds: int
     time_s: float | None = None
@@ -90,21 +94,26 @@ class _Session:
         self._settings, self._listener = settings, listener
         self._began_s, self._started_at = time.monotonic(), datetime.datetime.now(datetime.timezone.utc)
         self._runs: list[TrialRun] = []
-        self._count = 1
+        self._count, self._steps = 1, settings.steps or USUAL_STEPS
         self._ended = "done"
 
     def trial(self) -> Trial:
         first, evidence = self._first()
+        process_s = first.seconds
+        if self._settings.steps is None and evidence.step_time_s:
+            more = max(0, math.ceil(USUAL_S / evidence.step_time_s) - self._steps)
+            self._steps += more
+            process_s += more * evidence.step_time_s
         time_left_s = None if self._settings.time_s is None else self._settings.time_s - self._elapsed_s
         plan = make_plan(
             evidence,
             only=self._settings.only,
             rounds=self._settings.rounds,
-            process_s=first.seconds,
+            process_s=process_s,
             time_left_s=time_left_s,
         )
         self._count += plan.process_count()
-        self._listener.planned(plan, first, evidence, plan.seconds(first.seconds))
+        self._listener.planned(plan, first, evidence, plan.seconds(process_s))
         together: dict[str, str] = {}
         try:
             self._measure(plan)
@@ -176,7 +185,7 @@ class _Session:
         settings, number, began_s = self._settings, len(self._runs) + 1, time.monotonic()
         order = TrialOrder(
             folder=str(settings.folder.absolute() / "processes" / f"{number:02}-{name}"),
-            steps=settings.steps,
+            steps=self._steps,
             warm_up_steps=settings.warm_up_steps,
             remedies=remedies,
         )
@@ -274,7 +283,7 @@ class _Session:
             ended=self._ended,
             confidence=CONFIDENCE,
             rounds=plan.rounds,
-            steps=settings.steps,
+            steps=self._steps,
             warm_up_steps=settings.warm_up_steps,
             seconds=self._elapsed_s,
             started_at=self._started_at.isoformat(timespec="seconds"),
