@@ -6,7 +6,7 @@ is replaced while there are listeners.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -39,7 +39,7 @@ def listen(listener: BackwardListener) -> Callable[[], None]:
 
 
 def _tell(
-    listeners: Sequence[BackwardListener],
+    listeners: Iterable[BackwardListener],
     original: Callable[..., Any],
     outputs: Any,
     *args: Any,

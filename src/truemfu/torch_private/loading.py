@@ -6,7 +6,7 @@ listeners.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from . import table
@@ -33,7 +33,7 @@ def listen(listener: LoaderListener) -> Callable[[], None]:
     return _listeners.add(listener, iterator_class, "__next__")
 
 
-def _tell(listeners: Sequence[LoaderListener], original: Callable[[Any], Any], iterator: Any) -> Any:
+def _tell(listeners: Iterable[LoaderListener], original: Callable[[Any], Any], iterator: Any) -> Any:
     workers = getattr(iterator, "_num_workers", None)
     for listener in listeners:
         listener.wait_begins(workers)

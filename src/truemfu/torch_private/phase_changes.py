@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -32,6 +32,7 @@ _CLIPPING = clip_grad_norm_.__code__
 """The code around all functions of that module, which calls them without gradients."""
 _NO_GRAD = torch.no_grad.__enter__.__code__
 _MOST_FRAMES = 6
+_are_enabled, _is_compiling = torch.is_grad_enabled, torch.compiler.is_compiling
 
 
 _set_compiler: Callable[[Any], Any] = table.get_or(table.SET_EVAL_FRAME, lambda callback: None)
@@ -56,12 +57,12 @@ def listen(listener: PhaseListener) -> Callable[[], None]:
 
 
 def _switch(
-    listeners: Sequence[PhaseListener], original: Callable[..., Any], *args: Any, **kwargs: Any
+    listeners: Iterable[PhaseListener], original: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    before = torch.is_grad_enabled()
+    before = _are_enabled()
     result = original(*args, **kwargs)
-    after = torch.is_grad_enabled()
-    if after != before and not torch.compiler.is_compiling():
+    after = _are_enabled()
+    if after != before and not _is_compiling():
         compiler = _set_compiler(None)  # after a graph break dynamo would compile the listeners
         try:
             is_clipping = not after and _is_called_by_clipping()

@@ -76,7 +76,7 @@ def replaced(path: str, instead: Callable[..., Any]) -> Iterator[None]:
 class Listeners(Generic[Listener]):
     """Those who are told of each call of a function, which is replaced while there are any.
 
-    `tell(listeners, original, *args, **kwargs)` tells them, and calls the original.
+    `tell(listeners, original, *args, **kwargs)` tells all of them, and calls the original.
     """
 
     def __init__(self, tell: Callable[..., Any]) -> None:
@@ -84,11 +84,14 @@ class Listeners(Generic[Listener]):
         self._all: tuple[Listener, ...] = ()
         self._end: Callable[[], None] = lambda: None
 
+    def __iter__(self) -> Iterator[Listener]:
+        return iter(self._all)
+
     def add(self, listener: Listener, owner: Any, name: str) -> Callable[[], None]:
         """Tell a listener of this function's calls; the returned function ends that."""
         if not self._all:
             not_compiled(self._tell)
-            self._end = replace(owner, name, lambda *args, **kwargs: self._tell(self._all, *args, **kwargs))
+            self._end = replace(owner, name, functools.partial(self._tell, self))
         self._all = (*self._all, listener)
 
         def remove() -> None:

@@ -13,7 +13,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -115,7 +115,7 @@ class GenerationWatch:
 
 
 def _tell(
-    listeners: Sequence[GenerationWatch], original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
+    listeners: Iterable[GenerationWatch], original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
 ) -> Any:
     ends: list[tuple[GenerationWatch, Callable[[Any], None]]] = []
     for listener in listeners:
