@@ -25,7 +25,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from click.testing import CliRunner
+from rank_processes import free_address, run_ranks
 from tests.waiting import wait_until
 
 from truemfu import TrainingMonitor
@@ -230,7 +232,9 @@ def test_an_engine_that_begins_to_work_began_at_zero() -> None:
         (b"<html>welcome</html>", "no metrics of vLLM or SGLang"),
         (b"", "no metrics of vLLM or SGLang"),
         (b"vllm:prompt_tokens_total seven", "not a number"),
-        (b"vllm:prompt_tokens_total NaN", "not finite"),
+        (b"vllm:prompt_tokens_total NaN", "negative, too large or NaN"),
+        (b"vllm:prompt_tokens_total 1e308", "negative, too large or NaN"),
+        (b"vllm:prompt_tokens_total -1", "negative, too large or NaN"),
         (b"\xff\xfe\x00vllm", "no metrics of vLLM or SGLang"),
     ],
 )
@@ -392,6 +396,21 @@ def test_a_server_that_cannot_be_read_is_unknown_with_one_warning_a_run(
     assert "unknown" in text
 
 
+def test_a_server_that_hangs_holds_up_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_counters, "_TIMEOUT_S", 600.0)
+    is_over = threading.Event()
+    with serving(lambda request: is_over.wait() and None) as server:
+        servers = watched(server.url, [])
+        wait_until(lambda: server.asked)
+        began_s = time.monotonic()
+        servers.stop()
+        took_s = time.monotonic() - began_s
+        (found,) = servers.summary()
+        is_over.set()
+    assert took_s < 60
+    assert found.mfu_unknown == generation_servers._NOT_TWICE
+
+
 def test_a_server_that_is_down_and_comes_up_later_is_read_from_then_on(often: None, tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -521,6 +540,33 @@ def test_rows_have_what_servers_did_and_no_socket_is_used_on_the_training_thread
     page = tmp_path / "report.html"
     assert runner.invoke(cli, ["report", str(tmp_path), "-o", str(page)]).exit_code == 0
     assert "SGLang&#39;s own estimate" in page.read_text() or "SGLang's own estimate" in page.read_text()
+
+
+def job_rank(rank: int, store: str, url: str, folder: str) -> None:
+    """One of two ranks that train beside a server, which each would ask under a path of its own."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    monitoring = {"peak_tflops": PEAK_TFLOPS, "generation_servers": [f"{url}/rank{rank}"]}
+    model = torch.nn.Linear(8, 8)
+    monitor = TrainingMonitor(folder, config={"monitoring": monitoring}, model=model, trackers=[])
+    for step in range(1, 4):
+        model(torch.randn(4, 8)).sum().backward()
+        monitor.log_step(step, 0, 1.0, 1.0, 0.1)
+    dist.barrier()
+    monitor.close()
+    found = len(monitor.summary()["generation_servers"])
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def test_the_first_rank_of_a_job_alone_reads_servers(tmp_path: Path) -> None:
+    engine, store = Engine(), free_address()
+    with serving(engine.answer) as server:
+        arguments = [(rank, store, server.url, str(tmp_path)) for rank in range(2)]
+        codes, found = run_ranks(job_rank, arguments, tmp_path, 120.0)
+    assert codes == [0, 0]
+    assert found == {0: 1, 1: 0}
+    assert set(server.asked) == {"/rank0"}
 
 
 def test_an_engine_in_this_process_is_read_from_its_registry(rarely: None) -> None:

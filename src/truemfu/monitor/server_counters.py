@@ -17,7 +17,6 @@ import time
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isfinite
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -28,6 +27,7 @@ VLLM, SGLANG = "vLLM", "SGLang"
 _TIMEOUT_S = 5.0
 _MOST_BYTES = 64 << 20
 _CHUNK_BYTES = 1 << 16
+_TOO_LARGE = 1e30
 _SOURCES = {b"vllm": VLLM, b"sglang": SGLANG}
 _TOKENS = ("prompt_tokens", "generation_tokens")
 _FLOPS, _READ_BYTES = "estimated_flops_per_gpu", "estimated_read_bytes_per_gpu"
@@ -123,8 +123,8 @@ def parsed(text: bytes, at_s: float) -> Reading:
         values = {(name.decode(), labels): float(value) for name, labels, value in _SAMPLE.findall(text)}
     except ValueError:
         raise CannotRead("a counter in its answer is not a number") from None
-    if not all(map(isfinite, values.values())):
-        raise CannotRead("a counter in its answer is not finite")
+    if not all(0 <= value < _TOO_LARGE for value in values.values()):
+        raise CannotRead("a counter in its answer is negative, too large or NaN")
     started = _STARTED.search(text)
     return Reading(at_s, _SOURCES[source[1]], started and started[1], values)
 
