@@ -438,6 +438,27 @@ class StragglerSummary(msgspec.Struct, frozen=True, kw_only=True):
     text: str | None = None
 
 
+class GenerationServer(msgspec.Struct, frozen=True, kw_only=True):
+    """What a generation server did, by its own counters; the names from `time` on are those in a row."""
+
+    number: int
+    url: str | None = None
+    device: str | None = None
+    """Of which the peaks are."""
+    time: float | None = None
+    """Seconds between its first and last reading, without restarts."""
+    prompt_tokens: int | None = None
+    generated_tokens: int | None = None
+    method: str | None = None
+    """Whose estimate its FLOPs and bytes are."""
+    tflops_per_gpu: float | None = None
+    mfu: float | None = None
+    mfu_unknown: str | None = None
+    read_bytes_per_gpu: float | None = None
+    mbu: float | None = None
+    mbu_unknown: str | None = None
+
+
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """The summary of a run."""
 
@@ -491,6 +512,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     peak_source: str | None = None
     monitor_cost: MonitorCost | None = None
     hardware: RunHardware | None = None
+    generation_servers: list[GenerationServer] = []
     without_tensor: dict[str, float] = {}
     """Kinds of kernels without matrix work, as shares of their time together, by the census of one step."""
     notes: list[str] = []

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from truemfu.errors import TruemfuWarning, UsageError
 from truemfu.monitor.config import SCHEMA, MonitorConfig, load_config
+from truemfu.monitor.server_counters import ServerSetting
 
 EVERYTHING = """
 monitoring:
@@ -35,6 +36,7 @@ monitoring:
   save_freq: 201
   census: false
   step_phases: false
+  generation_servers: [{url: "http://host:8000", device: H100-SXM, dtype: fp8}]
   trackers: [wandb, tensorboard]
   prometheus_address: 0.0.0.0:9465
   metric_names: composer
@@ -78,6 +80,7 @@ READ = MonitorConfig(
     audit=str(AUDIT),
     census=False,
     step_phases=False,
+    generation_servers=(ServerSetting("http://host:8000/metrics", "H100-SXM", "fp8"),),
     trackers=("wandb", "tensorboard"),
     prometheus_address="0.0.0.0:9465",
     metric_names="composer",
@@ -173,6 +176,7 @@ def test_the_defaults_are_those_of_the_specification() -> None:
         "audit": None,
         "census": None,
         "step_phases": True,
+        "generation_servers": None,
         "trackers": None,
         "prometheus_address": "127.0.0.1:9464",
         "metric_names": "truemfu",

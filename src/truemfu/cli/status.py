@@ -58,10 +58,10 @@ def status(folder: Path | None, as_json: bool) -> None:
         return
     from ..report.run.log_summary import results_of, summary_of_log
     from ..run_summary.phases import LIMIT_LABEL
-    from ..run_summary.texts import figures, methods_text
+    from ..run_summary.texts import SERVER_LABEL, figures, methods_text
 
     run = load_run(folder)
-    summary = summary_of_log(run.rows)
+    summary = summary_of_log(run.rows, servers=run.servers)
     found = _state_of(run, summary)
     if as_json:
         print_json(found)
@@ -74,7 +74,7 @@ def status(folder: Path | None, as_json: bool) -> None:
         *(
             (one.label, one.text)
             for one in figures(replace(results_of(run), summary=summary))
-            if one.label in _SHOWN
+            if one.label in _SHOWN or one.label.startswith(SERVER_LABEL)
         ),
         *([(LIMIT_LABEL, found["limit"])] if found["limit"] is not None else []),
         ("FLOPs by", methods_text(summary) or "nothing yet"),
@@ -153,6 +153,8 @@ def _cut(text: str, width: int) -> str:
 
 def _state_of(run: LoadedRun, summary: RunSummary) -> dict[str, Any]:
     """What a script reads; `summary` is that of the log."""
+    from msgspec import to_builtins
+
     from ..records import RunRecord
     from ..report.run.job_view import job_json
     from ..run_summary.phases import limit_of_steps
@@ -179,6 +181,7 @@ def _state_of(run: LoadedRun, summary: RunSummary) -> dict[str, Any]:
         "phases_unknown": summary.phases_unknown,
         "limit": limit_of_steps(run.record or RunRecord(), summary),
         "median_tokens_per_second": summary.median_tokens_per_second,
+        "generation_servers": to_builtins(summary.generation_servers),
         "method": summary.method,
         "methods": summary.methods,
         **job_json(run.job),

@@ -21,11 +21,14 @@ from typing import Any, get_args
 
 from ..convention import Attention
 from ..errors import RecordError, UsageError, brief, closest, one_line, warn_once
+from ..hardware.detect import dtype_name, find_spec
 from ..hardware.nsight.audited import read_audit
+from ..hardware.search import search_devices
 from ..plain_files import read_given
 from ..text import shortened
 from ..trackers.prometheus import DEFAULT_PORT
 from ..trackers.prometheus_server import parse_address
+from .server_counters import ServerSetting, checked_url
 
 MODES = ("smart", "profiler", "estimate", "hybrid")
 AUTO = "auto"
@@ -61,6 +64,7 @@ class MonitorConfig:
     audit: str | None = None
     census: bool | None = None
     step_phases: bool = True
+    generation_servers: tuple[ServerSetting, ...] | None = None
     trackers: tuple[str, ...] | None = None
     prometheus_address: str = "127.0.0.1:9464"
     metric_names: str = "truemfu"
@@ -211,6 +215,37 @@ def _address(path: str, value: Any) -> str:
     return text
 
 
+def _servers(path: str, value: Any) -> tuple[ServerSetting, ...] | None:
+    if value is None:
+        return None
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+        raise _invalid(path, 'a list of addresses such as ["http://host:8000"]', value)
+    servers = tuple(_server(f"{path}[{number}]", entry) for number, entry in enumerate(value))
+    if len({server.url for server in servers}) < len(servers):
+        raise _invalid(path, "a list without repeated addresses", value)
+    return servers
+
+
+def _server(path: str, entry: Any) -> ServerSetting:
+    """One server: its address, or a mapping with it and what it runs on."""
+    given = {"url": entry} if isinstance(entry, str) else _section(path, entry, "url, device, dtype")
+    for key, value in given.items():
+        if key not in ("url", "device", "dtype"):
+            raise UsageError(f"unknown key {path}.{brief(key)}; known here: url, device, dtype")
+        if not isinstance(value, str) and (key == "url" or value is not None):
+            raise _invalid(f"{path}.{key}", "text", value)
+    if "url" not in given:
+        raise _invalid(path, "an address, or a mapping with url", entry)
+    device, dtype = given.get("device"), given.get("dtype")
+    try:
+        if device is not None and find_spec(device) is None:
+            keys = ", ".join(spec.key for spec in search_devices(device))
+            raise UsageError(f"{brief(device)} is not the name of one device: give one of {keys}")
+        return ServerSetting(checked_url(given["url"]), device, dtype if dtype is None else dtype_name(dtype))
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from None
+
+
 SCHEMA: Mapping[str, tuple[str, Callable[[str, Any], Any]]] = {
     "monitoring.flops_profile_freq": ("flops_profile_freq", _steps_or_never),
     "monitoring.performance_monitoring.measure_flops_frequency": ("flops_profile_freq", _steps_or_never),
@@ -237,6 +272,7 @@ SCHEMA: Mapping[str, tuple[str, Callable[[str, Any], Any]]] = {
     "monitoring.performance_monitoring.hybrid_mode.audit": ("audit", _audit),
     "monitoring.census": ("census", _switch_or_unset),
     "monitoring.step_phases": ("step_phases", _switch),
+    "monitoring.generation_servers": ("generation_servers", _servers),
     "monitoring.trackers": ("trackers", _names),
     "monitoring.prometheus_address": ("prometheus_address", _address),
     "monitoring.metric_names": ("metric_names", _one_of(*METRIC_NAMES)),

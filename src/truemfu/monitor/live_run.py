@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import to_builtins
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..convention import Convention
@@ -28,6 +29,7 @@ from ..hardware.nsight.command import COUNT_VARIABLE
 from ..torch_private import backward_passes, loading, phase_changes
 from . import forks
 from .config import AUTO, MonitorConfig
+from .generation_servers import GenerationServers
 from .hybrid.audit_step import AuditStep
 from .hybrid.census_step import CensusStep
 from .hybrid.hardware_watch import HardwareWatch, open_watch
@@ -159,11 +161,18 @@ class LiveRun:
             has_phases=config.step_phases,
             notices=notices,
         )
+        self._servers = GenerationServers(
+            (config.generation_servers or ()) if self._rank.is_first else (),
+            device=device,
+            configured_flops_per_s=None if config.peak_tflops is None else config.peak_tflops * 1e12,
+            notice=notices,
+        )
         self._rows = Rows(
             reader,
             output,
             rank=self._rank,
             hardware=self._hardware,
+            servers=self._servers,
             device=device,
             details=StepsOrSeconds(config.detailed_log_freq, DETAILS_S, began_s=_now_s()),
             notices=notices,
@@ -241,6 +250,7 @@ class LiveRun:
             in_closing(self._row_thread.stop, _ROWS_TIMEOUT_S)
             in_closing(self._rank.leave, ends_s)
             in_closing(self._rank.store.stop)
+            in_closing(self._servers.stop)
             if self._audit is not None:
                 in_closing(self._audit.close, self.steps.logged)
             if self._hardware is not None:
@@ -304,6 +314,7 @@ class LiveRun:
             },
             job=self._rank.figures(),
             hardware=None if hardware is None else hardware.as_dict(),
+            servers=[to_builtins(server) for server in self._servers.summary()],
             without_tensor=census.without_tensor() if census is not None else {},
             notes=[
                 *known.notes,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 
-from ..records import UPPER_BOUND, MonitorCost, RunHardware, RunRecord, RunSummary
+from ..records import UPPER_BOUND, GenerationServer, MonitorCost, RunHardware, RunRecord, RunSummary
 from ..text import counted, duration, flop_rate, number, percent_text, share, size
 from ..training_plan import per_million_tokens
 from ..waterfall import BETWEEN_STEPS, NO_TENSOR, evaluations
@@ -175,6 +175,7 @@ def _figures(run: RunResults) -> list[Figure]:
         _figure("waiting for data", share, summary.data_wait_share, waited_of, NO_LOADER),
         _figure(BETWEEN_STEPS, share, summary.between_steps_share, between, no_forward),
         *_phases(run),
+        *map(_server, summary.generation_servers),
         *[
             Figure(
                 label="pauses" if kind == "other" else kind,
@@ -195,6 +196,27 @@ def _phases(run: RunResults) -> list[Figure]:
     if passes is None and why_not is None:
         return []
     return [_figure(PASSES_LABEL, share, passes, f"of a step: {phases_text(phases_s)}", why_not or "")]
+
+
+SERVER_LABEL = "generation server"
+
+
+def _server(server: GenerationServer) -> Figure:
+    """The utilisation of a generation server, or what else is known of it."""
+    shares = {"MFU": server.mfu, "MBU": server.mbu}
+    rates = [f"{name} {share(of)}" for name, of in shares.items() if of is not None]
+    remarks = [server.method, server.device if rates else None, server.url]
+    if server.time is not None and server.prompt_tokens is not None and server.generated_tokens is not None:
+        tokens = f"{server.generated_tokens:,} tokens generated, prompts of {server.prompt_tokens:,} tokens"
+        remarks.insert(0, f"{tokens} in {duration(server.time)}")
+    if server.mfu_unknown is not None:
+        remarks.append(f"MFU unknown: {server.mfu_unknown}" if rates else server.mfu_unknown)
+    return Figure(
+        label=f"{SERVER_LABEL} {server.number}",
+        value=", ".join(rates) or UNKNOWN,
+        remark="; ".join(filter(None, remarks)),
+        number=server.mfu,
+    )
 
 
 def memory(run: RunResults) -> Figure:

@@ -22,6 +22,7 @@ import torch
 
 from ...errors import one_line
 from ...utilization import ABOVE_ONE
+from ..generation_servers import GenerationServers
 from ..hybrid.audit_step import AuditStep
 from ..hybrid.hardware_windows import HardwareWindows
 from ..metrics import LastAmounts, StepAmounts, StepTime, Window, performance
@@ -236,6 +237,7 @@ class Rows:
         *,
         rank: ThisRank,
         hardware: HardwareWindows | None,
+        servers: GenerationServers,
         device: torch.device,
         details: StepsOrSeconds,
         notices: Notices,
@@ -243,6 +245,7 @@ class Rows:
         self.queue = StepQueue()
         self.reader, self._output, self._rank, self._hardware = reader, output, rank, hardware
         self._device, self._details, self._notices = device, details, notices
+        self._servers = servers
         self._held: HeldRows[Step] | None = None
         if rank.job is not None:
             self._held = HeldRows(rank, rank.job, notices)
@@ -354,6 +357,7 @@ class Rows:
         row: dict[str, Any] = self._window.medians()
         if self._hardware is not None and self._hardware.latest is not None:
             row |= self._hardware.latest.metrics()
+        row |= self._servers.metrics()
         row["perf/memory_peak_bytes"] = peak_memory_bytes(self._device)
         return row if self._rank.job is None else row | self._rank.job.metrics()
 

@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ...errors import RecordError, UsageError
 from ...plain_files import read_end
-from ...records import LOG_FILE, RUN_FILE, RunRecord, read_record
+from ...records import LOG_FILE, RUN_FILE, GenerationServer, RunRecord, read_record
 from ...trackers.log_scan import rows_of_damaged
 from .job import Job, job_of, positions_of
 from .log_rows import LogRows, ReadLog, read_log
@@ -51,6 +53,8 @@ class LoadedRun:
     """Empty for a single process."""
     last_window: LastWindow | None = None
     """Only read without a summary, which covers all windows."""
+    servers: tuple[GenerationServer, ...] = ()
+    """Generation servers: of the summary, else of the last row that has any."""
     job: Job | None = None
     """What all its starts together got out of the devices; None if they are not recorded."""
     notes: tuple[str, ...] = ()
@@ -104,6 +108,7 @@ def load_run(folder: Path | str) -> LoadedRun:
         rows=rows,
         ranks=ranks,
         last_window=_last_window(folder / log_name) if summary is None else None,
+        servers=_last_servers(folder / log_name) if summary is None else tuple(summary.generation_servers),
         job=None if record is None else job_of(record.starts, log.starts, _written_at_s(folder / log_name)),
         notes=tuple(notes),
     )
@@ -156,20 +161,41 @@ def _written_at_s(path: Path) -> float | None:
 _OF_COUNTERS = re.compile(
     rb'"perf/(loss/|executed_|energy_j_per_|sm_clock_mhz"|power_w"|(tensor|sm|dram)_active")'
 )
+_OF_SERVERS = re.compile(rb'"perf/server/')
 _NO_NUMBER = 1e300
 _END_BYTES = 16 << 20
 
 
-def _last_window(log: Path) -> LastWindow | None:
-    """The last row with values of counters, near the end of the log."""
+def _last_row(log: Path, holds: re.Pattern[bytes]) -> dict[str, Any]:
+    """The last row near the end of the log in which a pattern is found; empty if there is none."""
     try:
         rows = rows_of_damaged([read_end(log, _END_BYTES)[0]])
     except OSError:  # `_log` reports it
+        return {}
+    row = next(filter(holds.search, reversed(list(filter(None, rows)))), None)
+    return {} if row is None else json.loads(row)
+
+
+def _last_servers(log: Path) -> tuple[GenerationServer, ...]:
+    """What generation servers did for the last row that has any."""
+    found: dict[int, dict[str, Any]] = {}
+    for metric, value in _last_row(log, _OF_SERVERS).items():
+        if (name := re.fullmatch(r"perf/server/(\d{1,9})/(\w+)", metric)) is not None:
+            found.setdefault(int(name[1]), {})[name[2]] = value
+    try:
+        return msgspec.convert(
+            tuple(values | {"number": number} for number, values in found.items()),
+            tuple[GenerationServer, ...],
+        )
+    except msgspec.ValidationError:  # a damaged row
+        return ()
+
+
+def _last_window(log: Path) -> LastWindow | None:
+    """The last row with values of counters, near the end of the log."""
+    values = _last_row(log, _OF_COUNTERS)
+    if not values:
         return None
-    row = next(filter(_OF_COUNTERS.search, reversed(list(filter(None, rows)))), None)
-    if row is None:
-        return None
-    values: dict[str, Any] = json.loads(row)
     metrics = {
         name: float(value)
         for name, value in values.items()

@@ -7,6 +7,7 @@ cost of the monitor.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from itertools import compress
 from math import isfinite
 from operator import mul
@@ -14,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from ...records import RunHardware, RunRecord, RunSummary, WaterfallPart, WaterfallRecord
+from ...records import GenerationServer, RunHardware, RunRecord, RunSummary, WaterfallPart, WaterfallRecord
 from ...run_summary.sums import STEP_TIME, RunSums
 from ...run_summary.texts import RunResults
 from ...waterfall import between_steps_notes, limiter_of, parts_of_metrics
@@ -33,8 +34,10 @@ _RATES = {
 """Medians of a summary, and the values of a row that they are of."""
 
 
-def summary_of_log(rows: LogRows, last_window: LastWindow | None = None) -> RunSummary:
-    """The summary of all rows; hardware figures are those of the last window."""
+def summary_of_log(
+    rows: LogRows, last_window: LastWindow | None = None, servers: Sequence[GenerationServer] = ()
+) -> RunSummary:
+    """The summary of all rows; figures of hardware and servers are those of the last window."""
     sums = RunSums(sample=len(rows))
     of_warmup, observed = rows.column("is_warmup"), rows.column("is_observed")
     sums.steps, sums.warmup_steps, sums.observed_steps = len(rows), sum(of_warmup), sum(observed)
@@ -79,6 +82,7 @@ def summary_of_log(rows: LogRows, last_window: LastWindow | None = None) -> RunS
         found,
         skipped_steps=None,
         hardware=None if last_window is None else _hardware(last_window, rows),
+        generation_servers=list(servers),
         notes=between_steps_notes(found.between_steps_share, found.forwards_between_steps or 0),
     )
 
@@ -101,7 +105,7 @@ def results_of(run: LoadedRun) -> RunResults:
     record, rows = run.record or RunRecord(), run.rows
     return RunResults(
         record=record,
-        summary=record.summary or summary_of_log(rows, run.last_window),
+        summary=record.summary or summary_of_log(rows, run.last_window, run.servers),
         log_steps=(rows.steps[0], rows.steps[-1]) if rows else None,
         peak_flops_per_s=peak_flops_per_s(rows),
         peak_memory_bytes=max(_known(rows, "memory_peak_bytes", b"\1" * len(rows)), default=None),
