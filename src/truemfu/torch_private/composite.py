@@ -31,9 +31,21 @@ _state = threading.local()
 _COMPOSITE, _VIEWS = "CompositeImplicitAutograd", "ADInplaceOrView"
 _LEAVES = (torch.Tag.core, torch.Tag.pointwise)
 _HARMLESS = frozenset(
-    f"aten::{name}" for name in ("_unsafe_view", "copy_", "empty_like", "zeros_like", "sum")
+    f"aten::{name}"
+    for name in (
+        "_safe_softmax",
+        "_unsafe_view",
+        "copy_",
+        "empty_like",
+        "index_put",
+        "index_put_",
+        "new_zeros",
+        "sum",
+        "zeros_like",
+    )
 )
-"""Frequent operators that call none which autocast handles; the call stack takes time to read."""
+"""Frequent operators that call none which autocast handles, or are called by such alone (`_safe_softmax`):
+the call stack takes time to read, and the first time half a second."""
 _calls_others: dict[int, bool] = {}
 
 
