@@ -25,6 +25,7 @@ NOT_NEEDED = {
     table.SCALED_MM, table.INT_MM, table.COMPILED_CALL, table.PIPELINE_STAGE,
     table.NCCL_RECORDS, table.COMPILED_REGION, table.TRACING, table.TENSOR_GUARDS,
     table.DISPATCH_ON_ENTRY, table.IS_EXCLUDED, table.EXCLUDE, table.DISPATCH_KEY,
+    table.CALL_STACK, table.SYMBOLS,
 }  # fmt: skip
 """By a training on a CPU, in one process, without flex attention and without torch.compile."""
 ROWS = SHAPE[0] * SHAPE[1]

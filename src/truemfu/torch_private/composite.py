@@ -1,15 +1,20 @@
-"""Operators that are made of others, inside `inference_mode`: there torch hands them to a mode undivided.
+"""Operators that call others, run in the state of the dispatcher that they would have without a mode.
 
-With autograd they are divided before a mode sees them. Without it the mode has to do so itself, with the same
-kernel and in the same state of the dispatcher as without a mode: then the result is the same to the bit.
+    program ─► autocast ─► autograd ─► views ─► the mode ─► kernel ─► other operators
+
+Around a mode's handler torch excludes all that comes before it, so that a kernel run in there calls others
+without autocast and without tracking views, unlike a kernel that no mode has seen. What was not yet done to
+the operator when it came to the mode is allowed again. Inside `inference_mode` there is no autograd, which
+would have divided operators that are made of others: the handler does so itself, with the same kernel.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,35 +26,121 @@ from .find import ABSENT
 _NAMES = (table.HAS_KERNEL, table.DISPATCH_ON_ENTRY, table.IS_EXCLUDED, table.EXCLUDE, table.DISPATCH_KEY)
 _has_kernel, _on_entry, _is_excluded, _exclude, _Key = map(table.get, _NAMES)
 _is_complete = ABSENT not in (_has_kernel, _on_entry, _is_excluded, _exclude, _Key)
+_call_stack, _symbols = table.get(table.CALL_STACK), table.get(table.SYMBOLS)
 _state = threading.local()
-_COMPOSITE = "CompositeImplicitAutograd"
+_COMPOSITE, _VIEWS = "CompositeImplicitAutograd", "ADInplaceOrView"
+_LEAVES = (torch.Tag.core, torch.Tag.pointwise)
+_HARMLESS = frozenset(
+    f"aten::{name}"
+    for name in (
+        "_safe_softmax",
+        "_unsafe_view",
+        "copy_",
+        "empty_like",
+        "index_put",
+        "index_put_",
+        "new_zeros",
+        "sum",
+        "zeros_like",
+    )
+)
+"""Frequent operators that call none which autocast handles, or are called by such alone (`_safe_softmax`):
+the call stack takes time to read, and the first time half a second."""
+_calls_others: dict[int, bool] = {}
 
 
 def is_undivided(func: Any, args: Sequence[Any]) -> bool:
     """Whether an operator is made of others and reaches a mode as one, on plain tensors."""
-    if not torch.is_inference_mode_enabled() or not isinstance(func, OpOverload):
+    if not torch.is_inference_mode_enabled() or not _is_known(func):
         return False
+    tensors = list(_tensors(args))
+    devices = {tensor.device.type for tensor in tensors}
+    return len(devices) == 1 and all(map(_is_plain, tensors)) and _is_composite(func, *devices)
+
+
+def divided(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run such an operator; a mode on the stack sees those that it is made of."""
+    with _as_called(func, args, is_divided=True):
+        return func._op_dk(getattr(_Key, _COMPOSITE), *args, **kwargs)
+
+
+def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run any other operator; no mode sees what it calls."""
+    if not _may_call_others(func):
+        return func(*args, **kwargs)
+    with _as_called(func, args, is_divided=False):
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _as_called(func: Any, args: Sequence[Any], *, is_divided: bool) -> Iterator[None]:
+    was_cast = getattr(_state, "is_cast", False)
+    try:
+        allowed, is_cast = _allowed(func, args, was_cast=was_cast)
+    except Exception:  # the program's operator goes on
+        allowed, is_cast = set(), True
+    with contextlib.ExitStack() as stack:
+        for key in allowed:
+            stack.enter_context(_exclude(getattr(_Key, key), False))
+        _state.is_cast = is_cast and is_divided
+        try:
+            yield
+        finally:
+            _state.is_cast = was_cast
+
+
+def _allowed(func: Any, args: Sequence[Any], *, was_cast: bool) -> tuple[set[str], bool]:
+    """The keys that apply to what an operator calls, and whether autocast is done or off."""
+    casts = {f"Autocast{tensor.device.type.upper()}" for tensor in _tensors(args)}
+    with_autograd = not torch.is_inference_mode_enabled()  # it excludes views
+    keys = {key for key in (casts if with_autograd else casts | {_VIEWS}) if hasattr(_Key, key)}
+    with _on_entry():
+        allowed = {key for key in keys if not _is_excluded(getattr(_Key, key)) and not _has(func, key)}
+    if allowed and not with_autograd and _is_inside_a_handler():
+        allowed.clear()
+    is_cast = was_cast or not casts & allowed
+    if not is_cast and with_autograd and not any(_has(func, key[len("Autocast") :]) for key in casts):
+        is_cast = _is_inside_autocast()
+    return allowed - casts if is_cast else allowed, is_cast
+
+
+def _is_inside_a_handler() -> bool:
+    """Whether the handler of another mode has called this operator: it excludes the same."""
+    handlers, frame = set(), sys._getframe()
+    while (frame := frame.f_back) is not None:  # type: ignore[assignment]
+        if frame.f_code.co_name == "__torch_dispatch__":
+            handlers.add(frame.f_code)
+    return len(handlers) > 1
+
+
+def _is_inside_autocast() -> bool:
+    """Whether a kernel of autocast or the handler of another mode has called this operator.
+
+    Only the call stack tells, with autograd: what autocast has handled may have been divided since.
+    """
+    try:
+        frames = _symbols([_call_stack(False, False, True)])[0]
+    except Exception:  # torch can read the call stack only on Linux
+        for path in (table.CALL_STACK, table.SYMBOLS):
+            if table.get(path) is ABSENT:
+                table.miss(path)
+        return True
+    handlers = sum("pythonFallback" in frame["name"] for frame in frames)
+    return handlers != 1 or any("at::autocast::" in frame["name"] for frame in frames)
+
+
+def _may_call_others(func: Any) -> bool:
+    found = _calls_others.get(id(func))
+    if found is None:
+        found = _is_known(func) and not func.is_view and func.name() not in _HARMLESS
+        found = _calls_others[id(func)] = found and not any(tag in func.tags for tag in _LEAVES)
+    return found
+
+
+def _is_known(func: Any) -> bool:
     if not _is_complete:
         table.miss(next(path for path in _NAMES if table.get(path) is ABSENT))
-        return False
-    devices = {tensor.device.type if _is_plain(tensor) else None for tensor in _tensors(args)}
-    return len(devices) == 1 and None not in devices and _is_composite(func, next(iter(devices)) or "")
-
-
-def divided(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
-    """Run such an operator; a mode on the stack sees those that it is made of."""
-    device, key = next(_tensors(args)).device.type, getattr(_Key, _COMPOSITE)
-    cast, was_cast = f"Autocast{device.upper()}", getattr(_state, "is_cast", False)
-    is_cast = was_cast or _has(func, cast) or not hasattr(_Key, cast)  # autocast does not apply inside
-    if not is_cast:
-        with _on_entry():  # in the mode it is excluded
-            is_cast = _is_excluded(getattr(_Key, cast))
-    _state.is_cast = is_cast
-    try:
-        with contextlib.nullcontext() if is_cast else _exclude(getattr(_Key, cast), False):
-            return func._op_dk(key, *args, **kwargs)
-    finally:
-        _state.is_cast = was_cast
+    return _is_complete and isinstance(func, OpOverload)
 
 
 def _tensors(args: Iterable[Any]) -> Iterator[torch.Tensor]:

@@ -90,11 +90,17 @@ TREES = tuple(
 )
 SCHEMAS = _private("torch._C:_jit_get_schemas_for_operator", _NOT_PROFILED)
 HAS_KERNEL = _private("torch._C:_dispatch_has_kernel_for_dispatch_key", _NOT_PROFILED)
-_NOT_DIVIDED = "observed steps do not see inside operators that are made of others, under inference_mode"
+_NOT_DIVIDED = (
+    "observed steps do not see inside operators that are made of others, under inference_mode, and their "
+    "results may differ in rounding where an operator calls others under autocast"
+)
 DISPATCH_ON_ENTRY = _private("torch._C:_RestorePythonTLSSnapshot", _NOT_DIVIDED)
 IS_EXCLUDED = _private("torch._C:_dispatch_tls_is_dispatch_key_excluded", _NOT_DIVIDED)
 EXCLUDE = _private("torch._C:_SetExcludeDispatchKeyGuard", _NOT_DIVIDED)
 DISPATCH_KEY = _private("torch._C:DispatchKey", _NOT_DIVIDED)
+_NO_CALLERS = "results of observed steps may differ in rounding where an operator calls others under autocast"
+CALL_STACK = _private("torch._C:_profiler.gather_traceback", _NO_CALLERS)
+SYMBOLS = _private("torch._C:_profiler.symbolize_tracebacks", _NO_CALLERS)
 PROFILER_ENABLED = _private("torch._C:_autograd._profiler_enabled", _NOT_PROFILED)
 PROFILER_STEPS = _private("torch.autograd.profiler:KinetoStepTracker._step_dict", _NOT_PROFILED)
 PROFILER_FLAG = _private("torch.autograd.profiler:_is_profiler_enabled", _NOT_PROFILED)
