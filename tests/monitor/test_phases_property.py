@@ -18,8 +18,9 @@ from tests.simulated_device import SimulatedDevice, SimulatedQueue
 from truemfu.monitor.metrics import StepTime
 from truemfu.monitor.timing.between_steps import BetweenSteps, Gap
 from truemfu.monitor.timing.clock import CudaClock, HostClock, Span, StepClock, TimeMark
-from truemfu.monitor.timing.phases import Part, StepPhases, parts_of
+from truemfu.monitor.timing.phases import StepPhases, parts_of
 from truemfu.monitor.timing.step_times import StepTiming
+from truemfu.records import StepPart
 from truemfu.run_summary.sums import PHASES
 
 PROGRAMS = 400
@@ -42,7 +43,7 @@ class Program:
         self.between.tell(self.phases)
         self.times, self.notes = StepTiming(has_phases=True), list[tuple[Span, Gap, Calls]]()
         self.rows: list[StepTime] = []
-        self.parts: list[list[Part]] = []
+        self.parts: list[list[StepPart]] = []
         self.calls: Calls = []
         """Of `generate`, in the step that goes on."""
         self.excluded_gaps: set[int] = set()
@@ -289,7 +290,7 @@ def test_the_parts_of_a_step_are_where_the_device_did_it_and_add_up(kind: str) -
             spent = program.device.spent(begin_s, begin_s + part.seconds)
             other_s = sum(s for what, s in spent.items() if what != (number, part.phase, part.work))
             assert other_s <= 1e-9 * line_s, f"program {seed}, step {number}: {part}, {spent}"
-            seen[part[:2]] += 1
+            seen[part.phase, part.work] += 1
             begin_s += part.seconds
     assert seen.keys() >= {(phase, None) for phase in PHASES}
     for phase, work in ("no_grad", "generate"), ("no_grad", "reference"), ("pause", "generate"):

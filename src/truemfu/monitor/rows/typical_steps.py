@@ -11,6 +11,9 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
+from ...records import TypicalStep
 from ...run_summary.sums import GENERATE
 from ..metrics import StepTime
 from ..step_note import StepNote, StepPosition
@@ -55,6 +58,7 @@ class TypicalSteps:
             if recent and steps[kind] >= _RARE * steps.total():
                 _, position, span, generations = recent[(len(recent) - 1) // 2]
                 calls = [(call.begin, call.end) for call in generations if call.end is not None]
-                parts = [part._asdict() for part in parts_of(span, calls)]
-                return position._asdict() | {"like": steps[kind], "of": steps.total(), "parts": parts}
+                counts = {"like": steps[kind], "of": steps.total()}
+                found = TypicalStep(**position._asdict(), **counts, parts=parts_of(span, calls))
+                return dict(msgspec.to_builtins(found))
         return None

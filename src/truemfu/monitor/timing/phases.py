@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
+from ...records import StepPart
 from ...run_summary.sums import GENERATE, PAUSE, PHASES
 from ...torch_private.watching import backward_number
 from .. import forks
@@ -175,15 +176,7 @@ def _stretches(span: Span) -> Iterator[tuple[TimeMark, TimeMark, str, str | None
         begin, phase, model = mark, following, span.models.get(place)
 
 
-class Part(NamedTuple):
-    """A stretch of a step; its phase and work as in `records.StepPart`."""
-
-    phase: str
-    work: str | None
-    seconds: float
-
-
-def parts_of(span: Span, calls: Sequence[tuple[TimeMark, TimeMark]]) -> list[Part]:
+def parts_of(span: Span, calls: Sequence[tuple[TimeMark, TimeMark]]) -> list[StepPart]:
     """A step whose phases are known, from begin to end, with its pauses and with calls of `generate`.
 
     The parts of each phase add up to its seconds in `phases_of`.
@@ -198,16 +191,16 @@ def parts_of(span: Span, calls: Sequence[tuple[TimeMark, TimeMark]]) -> list[Par
     for begin, end, layer, what in layers:
         if begin.device_s is not None and end.device_s is not None and begin.device_s < end.device_s:
             changes += (begin.device_s, True, layer, what), (end.device_s, False, layer, None)
-    found: list[Part] = []
+    found: list[StepPart] = []
     now, last_s = [None, None, None], 0.0
     for change_s, _, layer, what in sorted(changes, key=lambda change: change[:2]):
         inside, pause, call = now
         if inside is not None and change_s > last_s:
             phase, model = inside
-            part = Part(phase if pause is None else PAUSE, call or model or pause, change_s - last_s)
-            if found and found[-1][:2] == part[:2]:
-                part = part._replace(seconds=part.seconds + found.pop().seconds)
-            found.append(part)
+            kind, work = phase if pause is None else PAUSE, call or model or pause
+            is_more = bool(found) and (found[-1].phase, found[-1].work) == (kind, work)
+            before_s = found.pop().seconds if is_more else 0.0
+            found.append(StepPart(phase=kind, work=work, seconds=before_s + change_s - last_s))
         last_s, now[layer] = change_s, what
     return found
 

@@ -38,7 +38,6 @@ def picture_of(step: TypicalStep | None) -> LaneChart | None:
     whole_s = sum(part.seconds for part in parts)
     bars: dict[str, list[Segment]] = {}
     kinds: dict[int, str] = {}
-    lane_s: dict[str, float] = {}
     end_s = 0.0
     for part in parts:
         lane, key, name = _look(part)
@@ -49,18 +48,14 @@ def picture_of(step: TypicalStep | None) -> LaneChart | None:
         bars.setdefault(lane, []).append(
             Segment(left=left, width=max(right - left, _NARROWEST), key=key, title=title)
         )
-        lane_s[lane] = lane_s.get(lane, 0.0) + part.seconds
         if lane in ("train", "wait"):  # in others all bars are alike
             kinds[key] = name
     order = sorted(bars, key=lambda lane: _LAST.index(lane) if lane in _LAST else -1 - (lane == GENERATE))
-    lanes = [
-        DrawnLane(
-            name=lane,
-            segments=bars[lane],
-            remark=f"{duration(lane_s[lane])}, {percent_text(lane_s[lane] / whole_s)}",
-        )
-        for lane in order
-    ]
+    lanes = []
+    for lane in order:
+        seconds = sum(part.seconds for part in parts if _look(part)[0] == lane)
+        remark = f"{duration(seconds)}, {percent_text(seconds / whole_s)}"
+        lanes.append(DrawnLane(name=lane, segments=bars[lane], remark=remark))
     return LaneChart(
         title=_title(step),
         lanes=lanes,
