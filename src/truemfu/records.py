@@ -459,6 +459,30 @@ class GenerationServer(msgspec.Struct, frozen=True, kw_only=True):
     mbu_unknown: str | None = None
 
 
+class StepPart(msgspec.Struct, frozen=True, kw_only=True):
+    """A stretch of a step on the device's time line."""
+
+    phase: str
+    """One of `run_summary.sums.PHASES`, or "pause": left out of the step's time."""
+    work: str | None = None
+    """ "generate", a model that ran without gradients, or the kind of a pause."""
+    seconds: float = 0.0
+
+
+class TypicalStep(msgspec.Struct, frozen=True, kw_only=True):
+    """A step whose time is the median of recent ones that do the same kind of work; of rank 0 in a job."""
+
+    step: int | None = None
+    steps: int = 1
+    """How many end with this one, if those before it were not logged."""
+    like: int | None = None
+    """Steps after warm-up that do the same kind of work."""
+    of: int | None = None
+    """All steps after warm-up whose phases are known."""
+    parts: list[StepPart] = []
+    """From its begin to its end, one after the other; those that are no pause add up to its time."""
+
+
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """The summary of a run."""
 
@@ -499,6 +523,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Mean seconds of a step in each phase, after warm-up; they add up to the mean step."""
     phases_unknown: dict[str, int] = {}
     """Why steps have no phases, and how many."""
+    typical_step: TypicalStep | None = None
     totals: RunTotals | None = None
     ranks: list[RankSummary] = []
     """Of a job, the first few dozen."""

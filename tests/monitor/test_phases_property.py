@@ -1,7 +1,8 @@
 """Whatever a program does, its phases add up to the step, and each is the device's time in that phase.
 
-Programs are drawn at random and run on a simulated device. The truth comes from the device's log of what it
-worked on and when it was idle, not from marks.
+So do the parts of a step, which are where the device was in that phase or work. Programs are drawn at random
+and run on a simulated device. The truth comes from the device's log of what it worked on and when it was
+idle, not from marks.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from tests.simulated_device import SimulatedDevice, SimulatedQueue
 
 from truemfu.monitor.metrics import StepTime
 from truemfu.monitor.timing.between_steps import BetweenSteps, Gap
-from truemfu.monitor.timing.clock import CudaClock, HostClock, Span, StepClock
-from truemfu.monitor.timing.phases import StepPhases
+from truemfu.monitor.timing.clock import CudaClock, HostClock, Span, StepClock, TimeMark
+from truemfu.monitor.timing.phases import StepPhases, parts_of
 from truemfu.monitor.timing.step_times import StepTiming
+from truemfu.records import StepPart
 from truemfu.run_summary.sums import PHASES
 
 PROGRAMS = 400
-Part = tuple[int, str]
+Calls = list[tuple[TimeMark, TimeMark]]
 
 
 class Program:
@@ -39,8 +41,11 @@ class Program:
         self.between.mark_with(self.steps)
         self.phases = StepPhases(self.steps, self.between)
         self.between.tell(self.phases)
-        self.times, self.notes = StepTiming(has_phases=True), list[tuple[Span, Gap]]()
+        self.times, self.notes = StepTiming(has_phases=True), list[tuple[Span, Gap, Calls]]()
         self.rows: list[StepTime] = []
+        self.parts: list[list[StepPart]] = []
+        self.calls: Calls = []
+        """Of `generate`, in the step that goes on."""
         self.excluded_gaps: set[int] = set()
         """Steps of which the gap before them is excluded, as `test_clock_property.py` tests."""
         self.bounds_s: list[float] = []
@@ -51,10 +56,10 @@ class Program:
         self._has_closure = draw.random() < 0.3
         self._now("forward")
 
-    def _now(self, phase: str) -> str:
-        """The program enters this phase; returns the one before."""
+    def _now(self, phase: str, work: str | None = None) -> str:
+        """The program enters this phase, and this work in it; returns the phase before."""
         before, self.phase = self.phase, phase
-        self.device.part((self.number, phase))
+        self.device.part((self.number, phase, work))
         return before
 
     @contextlib.contextmanager
@@ -153,7 +158,25 @@ class Program:
         self.phases.gradients_switched(are_enabled=False, is_clipping=False)
         with self._in("no_grad"):
             self.work()
+            self.sometimes(0.5, self.generate)
+            self.sometimes(0.5, self.reference_model)
             self.phases.gradients_switched(are_enabled=True, is_clipping=False)
+
+    def generate(self, phase: str = "no_grad", work: str | None = None) -> None:
+        begin = self.steps.moment()
+        self._now(phase, "generate")
+        self.work()
+        self.calls.append((begin, self.steps.moment()))
+        self._now(phase, work)
+        self.sometimes(0.5, self.work)
+
+    def reference_model(self) -> None:
+        self.phases.evaluation_begins("reference")
+        self._now("no_grad", "reference")
+        self.work()
+        self.phases.forward_ends()
+        self._now("no_grad")
+        self.sometimes(0.5, self.work)
 
     def backward(self, outside: str) -> None:
         self.phases.backward_begins((), (), False)
@@ -170,7 +193,10 @@ class Program:
         mark = self.steps.moment()
         self.between.pauses += 1
         with self._in("pause"):
+            self._now("pause", "evaluation")
             self.work()
+            self.sometimes(0.5, lambda: self.generate("pause", "evaluation"))
+            self.phases.evaluation_begins("reference")
             self.phases.forward_begins()
             self.phases.backward_begins((), (), False)
             self.work()
@@ -180,7 +206,8 @@ class Program:
 
     def log_step(self) -> None:
         self.bounds_s.append(self.device.front_s())
-        self.notes.append((self.steps.end(self.device.now_s), self.between.take()))
+        self.notes.append((self.steps.end(self.device.now_s), self.between.take(), self.calls))
+        self.calls = []
         self.number += 1
         self._now("other")
         self.device.host(2e-5)
@@ -193,7 +220,10 @@ class Program:
     def read(self) -> None:
         self.clock.poll()
         while self.notes and self.clock.has_passed(self.notes[0][0].end):
-            self.rows.append(self.times.of(1, *self.notes.pop(0)))
+            span, gap, calls = self.notes.pop(0)
+            self.rows.append(self.times.of(1, span, gap))
+            assert self.times.last is not None
+            self.parts.append(parts_of(self.times.last, calls))
             if self.times.gap_is_excluded:
                 self.excluded_gaps.add(len(self.rows) - 1)
 
@@ -202,7 +232,7 @@ class Program:
         found: list[dict[str, float]] = [{} for _ in range(self.number)]
         for part, seconds in self.device.spent(self.bounds_s[0], self.bounds_s[-1]).items():
             assert isinstance(part, tuple)
-            number, phase = part
+            number, phase, _ = part
             if number < self.number and phase != "pause":
                 found[number][phase] = found[number].get(phase, 0.0) + seconds
         return found
@@ -232,3 +262,36 @@ def test_phases_are_the_devices_time_and_add_up_to_the_step(kind: str, first: in
             seen.update(phase for phase, seconds in found.items() if seconds)
     assert len(seen) == 1 + len(PHASES)
     assert min(seen.values()) > 100, seen
+
+
+@pytest.mark.parametrize("kind", ["cuda", "host"])
+def test_the_parts_of_a_step_are_where_the_device_did_it_and_add_up(kind: str) -> None:
+    seen: Counter[tuple[str, str | None]] = Counter()
+    for seed in range(PROGRAMS, PROGRAMS + 60):
+        program = Program(seed, kind).run(random.Random(seed).randint(2, 25))
+        line_s = program.bounds_s[-1] - program.bounds_s[0]
+        for number, (row, parts) in enumerate(zip(program.rows, program.parts, strict=True)):
+            where = f"program {seed}, step {number}"
+            begin_s, end_s = program.bounds_s[number : number + 2]
+            assert all(part.seconds > 0 for part in parts), where
+            assert sum(part.seconds for part in parts) == pytest.approx(end_s - begin_s, abs=1e-9 * line_s)
+            assert row.elapsed_s is not None
+            own_s = sum(part.seconds for part in parts if part.phase != "pause")
+            assert own_s == pytest.approx(row.elapsed_s, abs=1e-9 * line_s), where
+            assert isinstance(row.phases_s, dict)
+            for phase, seconds in row.phases_s.items():
+                of_phase_s = sum(part.seconds for part in parts if part.phase == phase)
+                assert of_phase_s == pytest.approx(seconds, abs=1e-9 * line_s), f"{where}: {phase}"
+        number = random.Random(seed).randrange(program.number)
+        if number in program.excluded_gaps or (number == 0 and program._has_closure):
+            continue
+        begin_s = program.bounds_s[number]
+        for part in program.parts[number]:
+            spent = program.device.spent(begin_s, begin_s + part.seconds)
+            other_s = sum(s for what, s in spent.items() if what != (number, part.phase, part.work))
+            assert other_s <= 1e-9 * line_s, f"program {seed}, step {number}: {part}, {spent}"
+            seen[part.phase, part.work] += 1
+            begin_s += part.seconds
+    assert seen.keys() >= {(phase, None) for phase in PHASES}
+    for phase, work in ("no_grad", "generate"), ("no_grad", "reference"), ("pause", "generate"):
+        assert seen[phase, work] > 10, seen

@@ -315,6 +315,7 @@ class LiveRun:
             job=self._rank.figures(),
             hardware=None if hardware is None else hardware.as_dict(),
             servers=[to_builtins(server) for server in self._servers.summary()],
+            typical_step=rows.reader.typical.as_dict(),
             without_tensor=census.without_tensor() if census is not None else {},
             notes=[
                 *known.notes,

@@ -393,15 +393,15 @@ class TrainingMonitor:
         if begun is not None:
             live.steps.batch_begins(begun)
 
-    def _on_evaluation(self, batch: Batch | None) -> bool:
+    def _on_evaluation(self, watched: Watched, batch: Batch | None) -> bool:
         """A forward pass without gradients begins; whether its end is to be told."""
         if self._guard.is_closed:
             return False
-        return bool(self._guard.run(self._evaluation_begins, batch))
+        return bool(self._guard.run(self._evaluation_begins, watched, batch))
 
-    def _evaluation_begins(self, batch: Batch | None) -> bool:
+    def _evaluation_begins(self, watched: Watched, batch: Batch | None) -> bool:
         self._between.evaluated()
         if self._live is None:
             return False
         self._live.steps.watch.signals.evaluation_begins(batch)
-        return self._live.steps.pass_begins(None, is_training=False)
+        return self._live.steps.pass_begins(watched.name, is_training=False)

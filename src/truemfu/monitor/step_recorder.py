@@ -179,12 +179,15 @@ class StepRecorder:
         """A forward pass of a watched module begins; whether its end is to be told."""
         if self._census is not None:
             self._census.end_if_long()
-        if is_training and self._phases is not None:
-            self._phases.forward_begins()
+        if self._phases is not None:
+            if is_training:
+                self._phases.forward_begins()
+            elif name is not None and not self.watch.signals.is_generating:
+                self._phases.evaluation_begins(name)
         observer = self.watch.observer
         if observer is None:
             return False
-        observer.pass_begins(is_training=is_training, name=name)
+        observer.pass_begins(is_training=is_training, name=name if is_training else None)
         return True
 
     def pass_ends(self) -> None:

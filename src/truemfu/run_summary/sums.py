@@ -19,6 +19,8 @@ PAUSES = ("evaluation", "checkpoint", "generation", "other")
 """What runs between and inside steps without belonging to them."""
 PHASES = ("data_wait", "input", "forward", "no_grad", "backward", "clipping", "optimizer", "other")
 """What a step does one after the other."""
+PAUSE, GENERATE = "pause", "generate"
+"""Of the parts of a step: the phase of what is left out of its time, and the work of calls of `generate`."""
 STEP_TIME, HFU = "step_time_s", "hfu"
 MEDIANS = (
     STEP_TIME,

@@ -44,6 +44,7 @@ from .frequency import StepsOrSeconds
 from .held_rows import HeldRows
 from .output import Output
 from .step_queue import StepQueue
+from .typical_steps import TypicalSteps
 
 _MOST_TOGETHER = 8
 """The most rows handed to the output at once."""
@@ -92,6 +93,7 @@ class StepReader:
         """Observed steps whose counts are not known yet; rows before them may wait for these."""
         self._last_counted, self._last_executed = LastAmounts(), LastAmounts()
         self.profile_cost_s = 0.0
+        self.typical = TypicalSteps()
 
     def put(self, note: StepNote) -> None:
         """On the training thread: a step was logged."""
@@ -132,6 +134,8 @@ class StepReader:
         position = note.position
         counted = self._with_mask(note, self._counted(note))
         took = self._times.of(position.steps, note.span, note.gap, has_compiled_code=bool(compilations()))
+        if self._times.last is not None:
+            self.typical.add(note, took, self._times.last)
         if self._hardware is not None:
             if self._times.gap_is_excluded:
                 self._hardware.interrupted()

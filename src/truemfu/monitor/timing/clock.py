@@ -15,7 +15,7 @@ import contextlib
 import ctypes
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -31,6 +31,8 @@ _MAX_EVENTS = 40_000
 only while half of them are free, so that they take none from the ends of steps."""
 MOST_CHANGES = 2000
 """Changes of phase that are noted in one step."""
+_MOST_NAMED = MOST_CHANGES // 4
+"""After so many, which model runs is not noted: no step loses its phases by that."""
 
 
 class Event(Protocol):
@@ -200,13 +202,15 @@ class Pause(NamedTuple):
 class Span(NamedTuple):
     """The marks of one step: `begin` is None for a first step whose beginning was not seen.
 
-    `changes` has the phase that begins at each mark; every step begins in the phase "other".
+    `changes` has the phase that begins at each mark; every step begins in the phase "other". `models` names
+    the models that begin to run without gradients at some of them, by their place.
     """
 
     begin: TimeMark | None
     end: TimeMark
     pauses: Sequence[Pause]
     changes: Sequence[tuple[TimeMark, str]] = ()
+    models: Mapping[int, str] = {}
 
 
 class StepClock:
@@ -225,6 +229,9 @@ class StepClock:
         """The last mark that was placed at an end of a step, a gap or a pause."""
         self.phase = "other"
         """The phase of the step that goes on."""
+        self.model: str | None = None
+        """The model that runs in it without gradients, if it has a name."""
+        self._models: dict[int, str] = {}
 
     def begin(self) -> None:
         """The first forward pass starts: the first step begins here, later ones where the last one ended."""
@@ -236,17 +243,24 @@ class StepClock:
         self.last = self.clock.mark(self._now_s())
         return self.last
 
-    def enter(self, phase: str) -> None:
-        """The step that has begun enters another phase; a device that fails does so elsewhere, not here."""
-        if phase == self.phase or self.begun is None or len(self._changes) >= MOST_CHANGES:
+    def enter(self, phase: str, model: str | None = None) -> None:
+        """The step that has begun enters another phase; a device that fails does so elsewhere, not here.
+
+        In a phase without gradients `model` is the one that begins to run, None after it has returned.
+        """
+        most = MOST_CHANGES if model is None else _MOST_NAMED
+        is_same = phase == self.phase and model == self.model
+        if is_same or self.begun is None or len(self._changes) >= most:
             return
         now_s = self._now_s()
         try:
             mark = self.clock.mark(now_s, is_change=True)
         except Exception:
             mark = TimeMark(now_s, None)
+        if model is not None:
+            self._models[len(self._changes)] = model
         self._changes.append((mark, phase))
-        self.phase = phase
+        self.phase, self.model = phase, model
 
     def pause(self, begin: TimeMark, kind: str | None) -> None:
         """Exclude the time from `begin` until now from the step."""
@@ -261,8 +275,9 @@ class StepClock:
         begin, end = self.begun, self.clock.mark(now_s)
         pauses, self._pauses = self._pauses, ()
         changes, self._changes = self._changes or (), []
-        self.begun, self.last, self.phase = end, end, "other"
-        return Span(begin, end, pauses, changes)
+        models, self._models = self._models, {}
+        self.begun, self.last, self.phase, self.model = end, end, "other", None
+        return Span(begin, end, pauses, changes, models)
 
 
 def duration_s(span: Span) -> float | None:

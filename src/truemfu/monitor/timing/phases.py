@@ -12,14 +12,15 @@ clipping or a loader belongs to that; passes inside an optimizer's closure are t
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from ...run_summary.sums import PHASES
+from ...records import StepPart
+from ...run_summary.sums import GENERATE, PAUSE, PHASES
 from ...torch_private.watching import backward_number
 from .. import forks
 from .between_steps import BetweenSteps
@@ -80,8 +81,15 @@ class StepPhases:
             self._passing = self._clock.begun
 
     def forward_ends(self) -> None:
-        """It has returned; one that raised ends with its step at the latest."""
+        """It, or one without gradients, has returned; one that raised ends with its step at the latest."""
         self._passing = None
+        if self._clock.model is not None and self._now() == NO_GRAD:
+            self._clock.enter(NO_GRAD)
+
+    def evaluation_begins(self, model: str) -> None:
+        """A watched module of this model begins a forward pass without gradients."""
+        if self._now() == NO_GRAD:
+            self._clock.enter(NO_GRAD, model)
 
     def gradients_switched(self, *, are_enabled: bool, is_clipping: bool) -> None:
         """Gradients were disabled, or enabled again; a module that does so is in its forward pass still."""
@@ -149,15 +157,51 @@ def phases_of(span: Span, *, has_compiled_code: bool) -> Mapping[str, float] | s
     if OPTIMIZER not in seen and has_compiled_code:
         return f"no optimizer was seen to step: {_IN_COMPILED_CODE}"
     found: dict[str, float] = {}
-    begin, phase = span.begin, OTHER
-    for mark, following in (*span.changes, (span.end, OTHER)):
+    for begin, mark, phase, _ in _stretches(span):
         seconds = seconds_between(begin, mark)
         if seconds is None:
             return "a mark could not be placed: a CUDA graph was captured, or the device was too far behind"
         for pause in span.pauses:
             seconds -= _overlap(pause.begin.device_s, pause.end.device_s, begin.device_s, mark.device_s)
         found[phase] = found.get(phase, 0.0) + seconds
-        begin, phase = mark, following
+    return found
+
+
+def _stretches(span: Span) -> Iterator[tuple[TimeMark, TimeMark, str, str | None]]:
+    """What lies between two marks, pauses included: its phase, and the model that runs without gradients."""
+    begin, phase, model = span.begin, OTHER, None
+    for place, (mark, following) in enumerate((*span.changes, (span.end, OTHER))):
+        if begin is not None:
+            yield begin, mark, phase, model
+        begin, phase, model = mark, following, span.models.get(place)
+
+
+def parts_of(span: Span, calls: Sequence[tuple[TimeMark, TimeMark]]) -> list[StepPart]:
+    """A step whose phases are known, from begin to end, with its pauses and with calls of `generate`.
+
+    The parts of each phase add up to its seconds in `phases_of`.
+    """
+    layers: list[tuple[TimeMark, TimeMark, int, Any]] = [
+        *((begin, end, 0, (phase, model)) for begin, end, phase, model in _stretches(span)),
+        *((pause.begin, pause.end, 1, pause.kind or OTHER) for pause in span.pauses),
+        *((begin, end, 2, GENERATE) for begin, end in calls),
+    ]
+    changes: list[tuple[float, bool, int, Any]] = []
+    """What ends and what begins, in which layer; of one moment, what ends is first."""
+    for begin, end, layer, what in layers:
+        if begin.device_s is not None and end.device_s is not None and begin.device_s < end.device_s:
+            changes += (begin.device_s, True, layer, what), (end.device_s, False, layer, None)
+    found: list[StepPart] = []
+    now, last_s = [None, None, None], 0.0
+    for change_s, _, layer, what in sorted(changes, key=lambda change: change[:2]):
+        inside, pause, call = now
+        if inside is not None and change_s > last_s:
+            phase, model = inside
+            kind, work = phase if pause is None else PAUSE, call or model or pause
+            is_more = bool(found) and (found[-1].phase, found[-1].work) == (kind, work)
+            before_s = found.pop().seconds if is_more else 0.0
+            found.append(StepPart(phase=kind, work=work, seconds=before_s + change_s - last_s))
+        last_s, now[layer] = change_s, what
     return found
 
 

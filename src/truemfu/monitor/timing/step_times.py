@@ -16,12 +16,14 @@ class StepTiming:
         self._gaps = UsualGaps()
         self.gap_is_excluded = False
         """Whether the gap before the last step is excluded from it."""
+        self.last: Span | None = None
+        """The marks of the last step, with such a gap among its pauses."""
 
     def of(self, steps: int, span: Span, gap: Gap, *, has_compiled_code: bool = False) -> StepTime:
         """The time of the next step, which represents so many."""
         excluded = self._gaps.excluded(gap, span)
         self.gap_is_excluded = bool(excluded)
-        span = span._replace(pauses=[*span.pauses, *excluded]) if excluded else span
+        self.last = span = span._replace(pauses=[*span.pauses, *excluded]) if excluded else span
         took = StepTime(steps, duration_s(span), *_between(gap, span, is_excluded=bool(excluded)))
         if self._has_phases and took.elapsed_s is not None:
             took = took._replace(phases_s=phases_of(span, has_compiled_code=has_compiled_code))

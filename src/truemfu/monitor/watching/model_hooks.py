@@ -28,7 +28,7 @@ class ModelHooks:
     def __init__(
         self,
         seen: Callable[[Watched, Batch | None], bool],
-        evaluated: Callable[[Batch | None], bool],
+        evaluated: Callable[[Watched, Batch | None], bool],
         ended: Callable[[], None],
         notices: Notices,
         *,
@@ -59,7 +59,7 @@ class ModelHooks:
             self._attachments[watched] = Attachment(
                 module,
                 functools.partial(self._seen, watched),
-                self._evaluated,
+                functools.partial(self._evaluated, watched),
                 self._ended,
                 returned=self._returned,
             )
@@ -77,7 +77,7 @@ class ModelHooks:
             return models.begins(watched, is_training=True) and self._seen(watched, batch)
 
         def evaluated(batch: Batch | None) -> bool:
-            return models.begins(watched, is_training=False) and self._evaluated(batch)
+            return models.begins(watched, is_training=False) and self._evaluated(watched, batch)
 
         def ended() -> None:
             if models.ends(watched):

@@ -1,4 +1,4 @@
-"""A step as lanes, one for each stream of a device, in which kinds of work have colours."""
+"""A step as lanes, for the streams of a device or for what it does, in which kinds of work have colours."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ...text import duration
 from .line_chart import SIDE
 
-_COLOURS = 8
+COLOURS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,12 +18,15 @@ class Segment:
     left: int
     width: int
     key: int
+    """Its colour, plus `COLOURS` for each shade."""
+    title: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrawnLane:
     name: str
     segments: Sequence[Segment]
+    remark: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +38,7 @@ class LaneChart:
     kinds: Mapping[int, str]
     ticks: Mapping[int, str]
     """Texts by their place from the left, in percent."""
+    about: str = ""
 
 
 def lane_chart(
@@ -48,7 +52,7 @@ def lane_chart(
     shown = [kind for kind in names if kind in used]
     if not shown:
         return None
-    keys = {kind: min(place, _COLOURS - 1) for place, kind in enumerate(shown)}
+    keys = {kind: min(place, COLOURS - 1) for place, kind in enumerate(shown)}
     kinds: dict[int, list[str]] = {}
     for kind in shown:
         kinds.setdefault(keys[kind], []).append(names[kind])
@@ -66,5 +70,10 @@ def lane_chart(
             for name, segments in lanes.items()
         ],
         kinds={key: ", ".join(texts) for key, texts in kinds.items()},
-        ticks={percent: duration(length_s * percent / 100) for percent in (0, 25, 50, 75, 100)},
+        ticks=ticks_of(length_s),
     )
+
+
+def ticks_of(length_s: float) -> dict[int, str]:
+    """The times below the lanes."""
+    return {percent: duration(length_s * percent / 100) for percent in (0, 25, 50, 75, 100)}

@@ -32,6 +32,7 @@ from .job_view import job_view
 from .load import LastWindow, LoadedRun
 from .log_rows import PAUSES, PHASES, LogRows
 from .log_summary import results_of
+from .one_step import picture_of
 from .ranks import RankLine
 from .verdict import verdict
 from .waterfall_bars import view_of
@@ -67,6 +68,7 @@ def write_run_page(path: Path, run: LoadedRun, price_per_gpu_hour: float | None 
         waterfall=view_of(summary.hardware),
         no_waterfall=why_no_waterfall(results),
         of_last_window=None if run.last_window is None else _of_last_window(run.last_window),
+        one_step=picture_of(summary.typical_step),
         census=None if census is None else view_of_census(census, _MOST_KERNELS),
         about_census="" if census is None else _about_census(census, summary),
         hardware=[] if summary.hardware is None else hardware_figures(summary.hardware, record.scope),
