@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import sys
 import types
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from truemfu import Convention
 from truemfu.flops.observe.observer import StepObserver
@@ -50,7 +52,14 @@ def scores(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a @ b.mT
 
 
-scores.register_autograd(lambda context, gradient: (gradient.sum() * torch.ones(5, 8), None))
+@torch.library.custom_op("truemfu_tests::own_scores", mutates_args=(), device_types="cpu")
+def own_scores(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The same with a kernel of this device."""
+    return a @ b.mT
+
+
+for operator in (scores, own_scores):
+    operator.register_autograd(lambda context, gradient: (gradient.sum() * torch.ones(5, 8), None))
 
 
 class Doubling(torch.utils._python_dispatch.TorchDispatchMode):
@@ -58,9 +67,37 @@ class Doubling(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def under_another_mode(*args: torch.Tensor) -> torch.Tensor:
-    with Doubling():
-        return F.bilinear(*args)
+def under_another_mode(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def call(*args: torch.Tensor) -> torch.Tensor:
+        with Doubling():
+            return function(*args)
+
+    return call
+
+
+def recomputed_by_choice(*args: torch.Tensor) -> Any:
+    """Selective checkpointing has modes of its own."""
+    contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    return checkpoint(own_scores, *args, use_reentrant=False, context_fn=contexts)
+
+
+class Wrapped(torch.Tensor):
+    """A subclass whose handler calls operators."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return cls(func(*[a.inner if isinstance(a, Wrapped) else a for a in args], **(kwargs or {})))
+
+
+def of_a_subclass(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return own_scores(Wrapped(a.detach()), Wrapped(b.detach())).inner  # type: ignore[no-any-return]
 
 
 SEQUENCE, SPARSE = x(2, 5, 16), torch.eye(5, 8).to_sparse()
@@ -86,13 +123,16 @@ CASES: dict[str, Case] = {
     "transposed convolution": (module(nn.ConvTranspose1d, 5, 4, 3), (SEQUENCE,), {}),
     "bags": (module(nn.EmbeddingBag, 9, 4), (torch.arange(8).reshape(2, 4),), {}),
     "bilinear": (F.bilinear, (x(3, 4), x(3, 5), x(6, 4, 5)), {}),
-    "bilinear under another mode": (under_another_mode, (x(3, 4), x(3, 5), x(6, 4, 5)), {}),
+    "bilinear under another mode": (under_another_mode(F.bilinear), (x(3, 4), x(3, 5), x(6, 4, 5)), {}),
     "distances": (torch.cdist, (x(40, 8), x(39, 8)), {}),
     "inverse": (torch.linalg.pinv, (x(6, 4),), {}),
     "inverse, cast": (torch.pinverse, (x(6, 4),), {}),
     "sparse": (lambda b: torch.sparse.mm(SPARSE, b), (x(8, 3),), {}),
     "sparse, added": (lambda c, b: torch.sparse.addmm(c, SPARSE, b), (x(5, 3), x(8, 3)), {}),
     "own operator": (scores, (x(5, 8), x(6, 8)), {}),
+    "own operator under another mode": (under_another_mode(own_scores), (x(5, 8), x(6, 8)), {}),
+    "own operator, recomputed": (recomputed_by_choice, (x(5, 8), x(6, 8)), {}),
+    "own operator of a subclass": (of_a_subclass, (x(5, 8), x(6, 8)), {}),
     "affine grid": (F.affine_grid, (x(2, 2, 3), [2, 1, 4, 4]), {}),
     "dropout": (F.dropout, (x(40, 5), 0.3), {}),
     "attention": (F.scaled_dot_product_attention, (x(2, 2, 5, 8),) * 3, {"dropout_p": 0.25}),

@@ -363,9 +363,21 @@ def dribbles(request: BaseHTTPRequestHandler) -> None:
         time.sleep(0.05)
 
 
+def ends_early(request: BaseHTTPRequestHandler) -> None:
+    """Less than it has announced, and a number cut in two."""
+    request.send_response(200)
+    request.send_header("Content-Length", "1000")
+    request.end_headers()
+    request.wfile.write(b"vllm:generation_tokens_total 12")
+    request.connection.close()
+
+
 @pytest.mark.parametrize(
     ("answer", "why"),
     [
+        (ends_early, "ended early|IncompleteRead"),
+        (lambda request: send(request, b"vllm:generation_tokens_total 12"), "ended early"),
+        (lambda request: send(request, gzip.compress(b"vllm:a 1\n" * 9)[:-9]), "ended early"),
         (hangs, "TimeoutError|timed out"),
         (dribbles, "takes longer than|TimeoutError"),
         (lambda request: send(request, b"", 404), "HTTP status 404"),
@@ -375,7 +387,19 @@ def dribbles(request: BaseHTTPRequestHandler) -> None:
         (lambda request: request.wfile.write(b"\0" * 100_000), "BadStatusLine|LineTooLong|Remote"),
         (lambda request: request.connection.close(), "RemoteDisconnected|Connection|BadStatusLine|OSError"),
     ],
-    ids=["hangs", "dribbles", "404", "307", "a page", "broken gzip", "no HTTP", "closes"],
+    ids=[
+        "ends early",
+        "no last line",
+        "cut gzip",
+        "hangs",
+        "dribbles",
+        "404",
+        "307",
+        "a page",
+        "broken gzip",
+        "no HTTP",
+        "closes",
+    ],
 )
 def test_a_server_that_cannot_be_read_is_unknown_with_one_warning_a_run(
     often: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Answer, why: str
@@ -644,6 +668,7 @@ def test_the_configuration_of_servers() -> None:
         (["http://host:99999"], "the address of a server"),
         (["http://host:0"], "the address of a server"),
         (["http://user:word@host:8000"], "must not have a password"),
+        (["ftp://user:word@host:99999"], "must not have a password"),
         (["http://host:8000/metrics?key=1"], "must not have a password, a query"),
         (["http://host:8000", {"url": "http://host:8000/"}], "without repeated addresses"),
         ([{"device": "H100-SXM"}], "an address, or a mapping with url"),

@@ -28,6 +28,7 @@ _TIMEOUT_S = 5.0
 _MOST_BYTES = 64 << 20
 _CHUNK_BYTES = 1 << 16
 _TOO_LARGE = 1e30
+_CUT = "its answer ended early"
 _SOURCES = {b"vllm": VLLM, b"sglang": SGLANG}
 _TOKENS = ("prompt_tokens", "generation_tokens")
 _FLOPS, _READ_BYTES = "estimated_flops_per_gpu", "estimated_read_bytes_per_gpu"
@@ -99,10 +100,10 @@ def checked_url(url: str) -> str:
         is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         is_valid = False
+    if "@" in url or "?" in url or "#" in url:
+        raise UsageError("the address of a server must not have a password, a query or a fragment")
     if not is_valid or not url.isascii() or not url.isprintable() or " " in url:
         raise UsageError(f"the address of a server is http://HOST:PORT or {THIS_PROCESS!r}; got {brief(url)}")
-    if parts.username is not None or parts.query or parts.fragment:
-        raise UsageError("the address of a server must not have a password, a query or a fragment")
     return parts._replace(path=parts.path if parts.path.strip("/") else "/metrics").geturl()
 
 
@@ -119,6 +120,8 @@ def parsed(text: bytes, at_s: float) -> Reading:
     source = _SOURCE.search(text)
     if source is None:
         raise CannotRead("its answer has no metrics of vLLM or SGLang")
+    if not text.endswith(b"\n"):
+        raise CannotRead(_CUT)
     try:
         values = {(name.decode(), labels): float(value) for name, labels, value in _SAMPLE.findall(text)}
     except ValueError:
@@ -167,9 +170,13 @@ def _fetched(url: str) -> tuple[bytes, float, bool]:
             body += chunk
             if time.monotonic() > ends_s or len(body) > _MOST_BYTES:
                 raise CannotRead(f"its answer is larger than 64 MiB or takes longer than {_TIMEOUT_S:.0f} s")
-        text = bytes(body)
+        text, is_whole = bytes(body), not response.length
         if text.startswith(b"\x1f\x8b"):  # compressed by something between, unasked
-            text = zlib.decompressobj(31).decompress(text, _MOST_BYTES)
+            unpacker = zlib.decompressobj(31)
+            text = unpacker.decompress(text, _MOST_BYTES)
+            is_whole = is_whole and unpacker.eof
+        if not is_whole:
+            raise CannotRead(_CUT)
     finally:
         connection.close()
     return text, at_s, own == peer or peer.startswith("127.") or peer == "::1"

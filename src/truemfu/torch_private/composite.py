@@ -5,7 +5,8 @@
 Around a mode's handler torch excludes all that comes before it, so that a kernel run in there calls others
 without autocast and without tracking views, unlike a kernel that no mode has seen. What was not yet done to
 the operator when it came to the mode is allowed again. Inside `inference_mode` there is no autograd, which
-would have divided operators that are made of others: the handler does so itself, with the same kernel.
+would have divided operators that are made of others: the handler does so itself, with the same kernel. Not
+seen: that the Python kernel of an operator has switched autocast off or on since.
 """
 
 from __future__ import annotations
@@ -35,11 +36,18 @@ _HARMLESS = frozenset(
     for name in (
         "_safe_softmax",
         "_unsafe_view",
+        "as_strided_",
         "copy_",
         "empty_like",
         "index_put",
         "index_put_",
+        "new_empty",
+        "new_full",
+        "new_ones",
         "new_zeros",
+        "ones_like",
+        "rand_like",
+        "randn_like",
         "sum",
         "zeros_like",
     )
@@ -99,8 +107,9 @@ def _allowed(func: Any, args: Sequence[Any], *, was_cast: bool) -> tuple[set[str
     if allowed and not with_autograd and _is_inside_a_handler():
         allowed.clear()
     is_cast = was_cast or not casts & allowed
-    if not is_cast and with_autograd and not any(_has(func, key[len("Autocast") :]) for key in casts):
-        is_cast = _is_inside_autocast()
+    if not is_cast and with_autograd:
+        has_own_kernel = any(_has(func, key[len("Autocast") :]) for key in casts)
+        is_cast = _is_inside_a_handler() if has_own_kernel else _is_inside_autocast()
     return allowed - casts if is_cast else allowed, is_cast
 
 
@@ -120,7 +129,7 @@ def _is_inside_autocast() -> bool:
     """
     try:
         frames = _symbols([_call_stack(False, False, True)])[0]
-    except Exception:  # torch can read the call stack only on Linux
+    except Exception:  # torch cannot read the call stack everywhere
         for path in (table.CALL_STACK, table.SYMBOLS):
             if table.get(path) is ABSENT:
                 table.miss(path)

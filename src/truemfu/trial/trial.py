@@ -238,7 +238,7 @@ class _Session:
             steps = counted(lost, "step")
             reason = f"the loss is not finite in {steps}; in an unchanged run in {usual:,} at most"
             return msgspec.structs.replace(case, verdict=FAILED, reason=reason)
-        neighbours = beside(self._runs, measured)
+        neighbours = beside(self._comparable, measured)
         gain = gain_of(
             [typical_step(run.step_times_s, run.data_waits_s) for run in neighbours],
             [typical_step(run.step_times_s, run.data_waits_s) for run in measured],
@@ -265,8 +265,16 @@ class _Session:
         )
 
     @property
+    def _comparable(self) -> list[TrialRun]:
+        """All runs, without a first one of fewer steps once there is another unchanged one."""
+        first, *others = self._runs
+        is_shorter = self._steps > (self._settings.steps or USUAL_STEPS)
+        has_other = any(run.name == UNCHANGED and run.failure is None for run in others)
+        return others if is_shorter and has_other else [first, *others]
+
+    @property
     def _unchanged(self) -> list[TrialRun]:
-        return [run for run in self._runs if run.name == UNCHANGED and run.failure is None]
+        return [run for run in self._comparable if run.name == UNCHANGED and run.failure is None]
 
     def _result(self, plan: Plan, evidence: Evidence, together: Mapping[str, str]) -> Trial:
         settings, unchanged = self._settings, self._unchanged

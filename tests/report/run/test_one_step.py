@@ -95,10 +95,25 @@ def test_bars_are_where_the_parts_are() -> None:
 
 
 @pytest.mark.parametrize(
-    "step", [None, TypicalStep(), step_of([("forward", None, 0.0)]), step_of([("forward", None, -1.0)])]
+    "step",
+    [
+        None,
+        TypicalStep(),
+        step_of([("forward", None, 0.0)]),
+        step_of([("forward", None, -1.0)]),
+        step_of([("forward", None, 1e308), ("backward", None, 1e308)]),
+    ],
 )
 def test_without_a_step_there_is_no_picture(step: TypicalStep | None) -> None:
     assert picture_of(step) is None
+
+
+def test_a_model_with_the_name_of_a_lane_has_a_lane_of_its_own() -> None:
+    chart = picture_of(
+        step_of([("no_grad", "train", 0.1), ("forward", None, 0.1), ("no_grad", "other", 0.1)])
+    )
+    assert chart is not None
+    assert {lane.name for lane in chart.lanes} == {"model train", "train", "model other"}
 
 
 def test_phases_of_a_later_version_are_other_work() -> None:

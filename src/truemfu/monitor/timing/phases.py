@@ -179,7 +179,7 @@ def _stretches(span: Span) -> Iterator[tuple[TimeMark, TimeMark, str, str | None
 def parts_of(span: Span, calls: Sequence[tuple[TimeMark, TimeMark]]) -> list[StepPart]:
     """A step whose phases are known, from begin to end, with its pauses and with calls of `generate`.
 
-    The parts of each phase add up to its seconds in `phases_of`.
+    The parts of each phase add up to its seconds in `phases_of`; no pause lies in another, and no call.
     """
     layers: list[tuple[TimeMark, TimeMark, int, Any]] = [
         *((begin, end, 0, (phase, model)) for begin, end, phase, model in _stretches(span)),

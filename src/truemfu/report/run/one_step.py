@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from ...records import StepPart, TypicalStep
@@ -33,14 +34,16 @@ _NARROWEST = 2
 def picture_of(step: TypicalStep | None) -> LaneChart | None:
     """The picture; None without a step that took time."""
     parts = [] if step is None else [part for part in step.parts[:_MOST_PARTS] if part.seconds > 0]
-    if step is None or not parts:
-        return None
     whole_s = sum(part.seconds for part in parts)
+    if step is None or not 0 < whole_s < math.inf:
+        return None
     bars: dict[str, list[Segment]] = {}
+    lane_s: dict[str, float] = {}
     kinds: dict[int, str] = {}
     end_s = 0.0
     for part in parts:
         lane, key, name = _look(part)
+        lane_s[lane] = lane_s.get(lane, 0.0) + part.seconds
         begin_s, end_s = end_s, end_s + part.seconds
         left, right = (round(SIDE * s / whole_s) for s in (begin_s, end_s))
         title = f"{name}: {duration(part.seconds)}, {percent_text(part.seconds / whole_s)}"
@@ -53,8 +56,7 @@ def picture_of(step: TypicalStep | None) -> LaneChart | None:
     order = sorted(bars, key=lambda lane: _LAST.index(lane) if lane in _LAST else -1 - (lane == GENERATE))
     lanes = []
     for lane in order:
-        seconds = sum(part.seconds for part in parts if _look(part)[0] == lane)
-        remark = f"{duration(seconds)}, {percent_text(seconds / whole_s)}"
+        remark = f"{duration(lane_s[lane])}, {percent_text(lane_s[lane] / whole_s)}"
         lanes.append(DrawnLane(name=lane, segments=bars[lane], remark=remark))
     return LaneChart(
         title=_title(step),
@@ -71,7 +73,8 @@ def _look(part: StepPart) -> tuple[str, int, str]:
         return _LEFT_OUT, _COLOUR_LEFT_OUT, f"{part.work or 'other'} (left out)"
     if part.work is not None:
         colour = _COLOUR_GENERATE if part.work == GENERATE else _COLOUR_MODELS
-        return part.work, colour + COLOURS * (part.phase == PAUSE), part.work
+        name = f"model {part.work}" if part.work in _LAST else part.work
+        return name, colour + COLOURS * (part.phase == PAUSE), name
     return *_PHASES.get(part.phase, _PHASES["other"]), PHASE_NAMES.get(part.phase, "other")
 
 
