@@ -67,6 +67,10 @@ _CANNOT_FAIL = frozenset(
         "is_grad_enabled",
         "is_compiling",
         "is_dynamo_compiling",
+        "is_inference_mode_enabled",
+        "set_eval_frame",
+        "_current_graph_task_id",
+        "_get_sequence_nr",
         "__eq__",
         "__hash__",
         "__fspath__",
@@ -77,6 +81,8 @@ _CANNOT_FAIL = frozenset(
 """Clocks, identities, locks, flags (torch's own included) and comparisons of paths: nothing makes these
 raise, and no code survives a lock that is not released. The last is the program's own backward pass, whose
 error is the program's."""
+_OF_THE_PROGRAM = frozenset({("torch_private/phase_changes.py", "__init__")})
+"""Calls that the program makes itself, of what stands in for torch: their error is the program's."""
 _KINDS: tuple[type[BaseException], ...] = (RuntimeError, OSError, MemoryError, ValueError)
 
 
@@ -120,7 +126,7 @@ def _site(frame: FrameType, event: str, argument: Any, training: int) -> Site | 
     else:
         return None
     name = caller.f_code.co_filename[len(_OURS) :]
-    if callee in _CANNOT_FAIL or not name.startswith(_PARTS):
+    if callee in _CANNOT_FAIL or (name, callee) in _OF_THE_PROGRAM or not name.startswith(_PARTS):
         return None
     return Site(name, caller.f_lineno, callee, threading.get_ident() == training)
 

@@ -16,6 +16,7 @@ import functools
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -55,46 +56,59 @@ _HARMLESS = frozenset(
 """Frequent operators that call none which autocast handles, or are called by such alone (`_safe_softmax`):
 the call stack takes time to read, and the first time half a second."""
 _calls_others: dict[int, bool] = {}
+_AS_IT_IS = contextlib.nullcontext()
 
 
 def is_undivided(func: Any, args: Sequence[Any]) -> bool:
     """Whether an operator is made of others and reaches a mode as one, on plain tensors."""
     if not torch.is_inference_mode_enabled() or not _is_known(func):
         return False
-    tensors = list(_tensors(args))
-    devices = {tensor.device.type for tensor in tensors}
-    return len(devices) == 1 and all(map(_is_plain, tensors)) and _is_composite(func, *devices)
+    try:
+        tensors = list(_tensors(args))
+        devices = {tensor.device.type for tensor in tensors}
+        return len(devices) == 1 and all(map(_is_plain, tensors)) and _is_composite(func, *devices)
+    except Exception:  # the program's operator goes on
+        return False
 
 
 def divided(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run such an operator; a mode on the stack sees those that it is made of."""
-    with _as_called(func, args, is_divided=True):
+    with _AsCalled(func, args, is_divided=True):
         return func._op_dk(getattr(_Key, _COMPOSITE), *args, **kwargs)
 
 
-def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run any other operator; no mode sees what it calls."""
-    if not _may_call_others(func):
-        return func(*args, **kwargs)
-    with _as_called(func, args, is_divided=False):
-        return func(*args, **kwargs)
+def as_called(func: Any, args: Sequence[Any]) -> AbstractContextManager[Any]:
+    """The state in which any other operator runs; no mode sees what it calls."""
+    return _AsCalled(func, args, is_divided=False) if _may_call_others(func) else _AS_IT_IS
 
 
-@contextlib.contextmanager
-def _as_called(func: Any, args: Sequence[Any], *, is_divided: bool) -> Iterator[None]:
-    was_cast = getattr(_state, "is_cast", False)
-    try:
-        allowed, is_cast = _allowed(func, args, was_cast=was_cast)
-    except Exception:  # the program's operator goes on
-        allowed, is_cast = set(), True
-    with contextlib.ExitStack() as stack:
-        for key in allowed:
-            stack.enter_context(_exclude(getattr(_Key, key), False))
-        _state.is_cast = is_cast and is_divided
+class _AsCalled:
+    """A failure in here is none of the program's operator, which runs in the state as it is then."""
+
+    def __init__(self, func: Any, args: Sequence[Any], *, is_divided: bool) -> None:
+        self._func, self._args, self._is_divided = func, args, is_divided
+        self._was_cast: bool = getattr(_state, "is_cast", False)
+        self._guards: list[Any] = []
+
+    def __enter__(self) -> None:
+        is_cast = True
         try:
-            yield
-        finally:
-            _state.is_cast = was_cast
+            allowed, is_cast = _allowed(self._func, self._args, was_cast=self._was_cast)
+            for key in allowed:
+                guard = _exclude(getattr(_Key, key), False)
+                guard.__enter__()
+                self._guards.append(guard)
+        except Exception:
+            self._leave()
+        _state.is_cast = is_cast and self._is_divided
+
+    def __exit__(self, *_: object) -> None:
+        self._leave()
+        _state.is_cast = self._was_cast
+
+    def _leave(self) -> None:
+        while self._guards:
+            self._guards.pop().__exit__(None, None, None)
 
 
 def _allowed(func: Any, args: Sequence[Any], *, was_cast: bool) -> tuple[set[str], bool]:
@@ -141,8 +155,12 @@ def _is_inside_autocast() -> bool:
 def _may_call_others(func: Any) -> bool:
     found = _calls_others.get(id(func))
     if found is None:
-        found = _is_known(func) and not func.is_view and func.name() not in _HARMLESS
-        found = _calls_others[id(func)] = found and not any(tag in func.tags for tag in _LEAVES)
+        try:
+            found = _is_known(func) and not func.is_view and func.name() not in _HARMLESS
+            found = found and not any(tag in func.tags for tag in _LEAVES)
+        except Exception:
+            found = False
+        _calls_others[id(func)] = found
     return found
 
 

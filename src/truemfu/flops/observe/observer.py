@@ -20,7 +20,7 @@ import torch
 from ...convention import Convention
 from ...errors import one_line
 from ...torch_private.compiler import dynamo_disable, is_compiling
-from ...torch_private.composite import divided, is_undivided, run
+from ...torch_private.composite import as_called, divided, is_undivided
 from ...torch_private.dispatch import TorchDispatchMode, disable_torch_function
 from ...torch_private.mode_stack import (
     modes_below,
@@ -193,7 +193,8 @@ class _ObserverMode(TorchDispatchMode):
             finally:
                 take_out(lambda mode: mode is self)
         with disable_torch_function():
-            out = run(func, args, kwargs)
+            with as_called(func, args):
+                out = func(*args, **kwargs)
             if self.is_of_the_step():
                 try:
                     self._tally.saw(func, args, kwargs, out)

@@ -134,8 +134,10 @@ class StepSignals:
             return
         found = self.gradients or b""
         if len(found) < 2 * MOST_PARAMETERS:  # each parameter may have an optimizer
-            with contextlib.suppress(Exception):  # not for the training
+            try:
                 self.gradients = found + gradients_found(optimizer)
+            except Exception:  # not for the training
+                return
 
     @property
     def _is_here(self) -> bool:

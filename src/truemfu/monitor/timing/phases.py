@@ -120,7 +120,10 @@ class StepPhases:
         """A hook of torch: an optimizer is about to step."""
         if self._now() not in (None, BACKWARD, DATA_WAIT):
             if self._hook is None:  # not before: a monitor may begin while torch goes through these hooks
-                self._hook = register_optimizer_step_post_hook(self.optimizer_ended)
+                try:
+                    self._hook = register_optimizer_step_post_hook(self.optimizer_ended)
+                except Exception:  # its end would not be seen
+                    return
             self._optimizers = self._optimizers + 1 if self._base == OPTIMIZER else 1
             self._optimizing = self._clock.begun
             self._clock.enter(OPTIMIZER)
