@@ -112,7 +112,10 @@ def read_server(url: str) -> tuple[Reading, bool]:
     if url == THIS_PROCESS:
         return parsed(_own_metrics(), time.perf_counter()), True
     text, at_s, is_here = _fetched(url)
-    return parsed(text, at_s), is_here
+    reading = parsed(text, at_s)
+    if not text.endswith(b"\n"):
+        raise CannotRead(_CUT)
+    return reading, is_here
 
 
 def parsed(text: bytes, at_s: float) -> Reading:
@@ -120,8 +123,6 @@ def parsed(text: bytes, at_s: float) -> Reading:
     source = _SOURCE.search(text)
     if source is None:
         raise CannotRead("its answer has no metrics of vLLM or SGLang")
-    if not text.endswith(b"\n"):
-        raise CannotRead(_CUT)
     try:
         values = {(name.decode(), labels): float(value) for name, labels, value in _SAMPLE.findall(text)}
     except ValueError:
