@@ -71,6 +71,7 @@ _CANNOT_FAIL = frozenset(
         "set_eval_frame",
         "_current_graph_task_id",
         "_get_sequence_nr",
+        "_getframe",
         "__eq__",
         "__hash__",
         "__fspath__",
@@ -78,9 +79,9 @@ _CANNOT_FAIL = frozenset(
         "_engine_run_backward",
     )
 )
-"""Clocks, identities, locks, flags (torch's own included) and comparisons of paths: nothing makes these
-raise, and no code survives a lock that is not released. The last is the program's own backward pass, whose
-error is the program's."""
+"""Clocks, identities, locks, flags (torch's own included), own frames and comparisons of paths: nothing makes
+these raise, and no code survives a lock that is not released. The last is the program's own backward pass,
+whose error is the program's."""
 _OF_THE_PROGRAM = frozenset({("torch_private/phase_changes.py", "__init__")})
 """Calls that the program makes itself, of what stands in for torch: their error is the program's."""
 _KINDS: tuple[type[BaseException], ...] = (RuntimeError, OSError, MemoryError, ValueError)

@@ -14,6 +14,7 @@ from truemfu.remedies.table import BY_NAME, REMEDIES
 from truemfu.trial import record
 from truemfu.trial.record import LossDistance, Trial, TrialCase
 from truemfu.trial.texts import COLUMNS, conclusion, json_text, other_lines, row_of, shown_cases
+from truemfu.trial.trial import USUAL_S, USUAL_STEPS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "try.md").read_text(encoding="utf-8")
 
@@ -52,6 +53,12 @@ def test_a_wrong_call_starts_nothing(run: Run, tmp_path: Path, arguments: list[s
 def test_nothing_is_tried_where_truemfu_is_disabled(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRUEMFU_DISABLED", "1")
     assert run("try", "--", "python").code == 2
+
+
+def test_the_help_names_how_much_is_measured(run: Run) -> None:
+    assert f"{USUAL_STEPS}, and at least {USUAL_S:.0f} s of them" in " ".join(
+        run("try", "--help").out.split()
+    )
 
 
 def keys(heading: str) -> set[str]:

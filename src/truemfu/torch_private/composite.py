@@ -55,7 +55,6 @@ _HARMLESS = frozenset(
 )
 """Frequent operators that call none which autocast handles, or are called by such alone (`_safe_softmax`):
 the call stack takes time to read, and the first time half a second."""
-_calls_others: dict[int, bool] = {}
 _AS_IT_IS = contextlib.nullcontext()
 
 
@@ -152,16 +151,13 @@ def _is_inside_autocast() -> bool:
     return handlers != 1 or any("at::autocast::" in frame["name"] for frame in frames)
 
 
+@functools.cache
 def _may_call_others(func: Any) -> bool:
-    found = _calls_others.get(id(func))
-    if found is None:
-        try:
-            found = _is_known(func) and not func.is_view and func.name() not in _HARMLESS
-            found = found and not any(tag in func.tags for tag in _LEAVES)
-        except Exception:
-            found = False
-        _calls_others[id(func)] = found
-    return found
+    try:
+        may_call = _is_known(func) and not func.is_view and func.name() not in _HARMLESS
+        return may_call and not any(tag in func.tags for tag in _LEAVES)
+    except Exception:  # the program's operator goes on
+        return False
 
 
 def _is_known(func: Any) -> bool:

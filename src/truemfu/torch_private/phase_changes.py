@@ -80,10 +80,7 @@ _listeners: dict[tuple[Any, str], Listeners[PhaseListener]] = {
 
 def _is_called_by_clipping() -> bool:
     """Whether the `no_grad` that switches, a few frames below, is the one of torch's clipping."""
-    try:
-        frame = sys._getframe(2)
-    except Exception:  # without these frames
-        return False
+    frame = sys._getframe(2)
     for _ in range(_MOST_FRAMES):
         if frame.f_code is _NO_GRAD:
             return frame.f_back is not None and frame.f_back.f_code is _CLIPPING
