@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from truemfu.errors import ModelError, UsageError
-from truemfu.private import PrivateOptimizer
+from truemfu.private import PrivateOptimizer, losses_by_sample
 
 
 def batch(samples: int = 4, length: int = 5, seed: int = 0) -> Tensor:
@@ -289,6 +289,11 @@ def test_wrong_settings_are_one_line() -> None:
         made(nn.DataParallel(Network(0)))
     with pytest.raises(UsageError, match="torchcsprng, as in Opacus"):
         made(Network(0), secure_mode=True)
+
+
+def test_a_batch_that_is_no_dict_is_one_line() -> None:
+    with pytest.raises(UsageError, match=r"needs a dict of the model's arguments, and labels; got Tensor"):
+        losses_by_sample(Network(0), torch.ones(2, 3))  # type: ignore[arg-type]
 
 
 class Classifier(nn.Module):

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..errors import BatchError, ModelError
+from ..errors import BatchError, ModelError, UsageError
 
 IGNORED = -100
 """The label of a token without a target."""
@@ -52,6 +52,11 @@ def losses_by_sample(model: Any, batch: Mapping[str, Any]) -> Tensor:
     Logits (samples, tokens, classes) with labels (samples, tokens) predict the next token; logits (samples,
     classes) with labels (samples,) a class. Without labels it is the mean square of the output.
     """
+    if not isinstance(batch, Mapping):
+        raise UsageError(
+            f"losses_by_sample(model, batch) needs a dict of the model's arguments, and labels; got "
+            f"{type(batch).__name__}"
+        )
     output = model(**{name: value for name, value in batch.items() if name != "labels"})
     logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
     if not isinstance(logits, Tensor):
