@@ -55,6 +55,13 @@ def test_varying_batch_and_length_are_predicted_after_four_steps() -> None:
         assert form.predict([batch(**sizes)]) == split(language_model(sizes))
 
 
+def test_steps_without_such_work_have_none_at_other_sizes() -> None:
+    form = ObservedForm()
+    for b in (30, 26, 37, 29, 41):
+        assert form.add([batch(x_0=b, x_1=8)], {})
+    assert form.predict([batch(x_0=33, x_1=8)]) == {}
+
+
 def test_accumulated_micro_batches_add_up() -> None:
     form, draw = ObservedForm(), random.Random(1)
 

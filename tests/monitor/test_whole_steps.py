@@ -241,3 +241,16 @@ def test_runs_without_such_work_have_no_keys_for_it(tmp_path: Path) -> None:
     model = nn.Linear(8, 4)
     rows = rows_of(tmp_path, lambda number, pause: train(model, torch.randn(4, 8), torch.zeros(4, 4)), model)
     assert not any("no_grad" in key or "whole" in key for row in rows for key in row)
+
+
+def test_other_sizes_without_such_work_are_no_failure(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    model, sizes = nn.Linear(8, 4), [30, 26, 27, 37, 38, 29, 32, 33, 31]
+
+    def step(number: int, pause: Any) -> None:
+        n = sizes[number - 1]
+        train(model, torch.randn(n, 8), torch.zeros(n, 4))
+
+    rows_of(tmp_path, step, model, len(sizes))
+    assert not [str(one.message) for one in recwarn if "could not be counted" in str(one.message)]

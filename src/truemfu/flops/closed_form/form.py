@@ -122,7 +122,7 @@ class _Fit:
             if ignores and not all(varying.is_below_an_observed(point) for point in points):
                 return None
         amounts = self._solution.integers(_row(key, self._varying, self._terms))
-        if amounts is None or min(amounts) < 0:
+        if amounts is None or any(amount < 0 for amount in amounts):
             return None
         return {name: amounts[at] for name, at in self._outputs.items()}
 
@@ -142,7 +142,7 @@ def _fitted(steps: Mapping[_Step, _Integers], fewest: int) -> _Fit | None:
     columns = {name: tuple(integers.get(name, 0) for integers in steps.values()) for name in names}
     distinct = {column: at for at, column in enumerate(dict.fromkeys(columns.values()))}
     outputs = {name: distinct[column] for name, column in columns.items()}
-    targets = list(zip(*distinct, strict=True))
+    targets = [tuple(column[at] for column in distinct) for at in range(len(steps))]  # () without any work
     kinds = _kinds(next(iter(steps)))
     varying = [Varying(kind[1], [key[index][1] for key in steps]) for index, kind in enumerate(kinds)]
     of_a_kind = int(_MOST_CANDIDATES ** (1 / len(varying)))
