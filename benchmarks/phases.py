@@ -4,9 +4,10 @@ Why: where the time of a step goes is only worth reading if it is where the prog
 a small model with the monitor and has marks of its own in the script, where it asks for a batch, calls the
 model, and so on: CUDA events on a GPU, `time.perf_counter` on a CPU. Prints, per case and phase, the median
 seconds of a step by both, and the median difference of a step as a share of it; the target is 2 %. The two
-trainers re-create the loader, so there waiting for data is marked in the dataset and in the collation. Then
-the cost: the processor time that the training thread spends on a step with next to no work, phases on and off
-in turns, at the lowest twentieth of all steps of each, which other programs on the machine disturb least.
+trainers re-create the loader, so there waiting for data is marked in the dataset and in the collation; the
+calls of torch that they make are marked where they are called. Then the cost: the processor time that the
+training thread spends on a step with next to no work, phases on and off in turns, at the lowest twentieth of
+all steps of each, which other programs on the machine disturb least.
 Ends with one line of JSON; exits 1 if a phase is off by more than the target.
 
     python benchmarks/phases.py [CASE ...] [--steps 60] [--rounds 20] [--output FILE]
@@ -29,7 +30,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stderr
+from contextlib import contextmanager, redirect_stderr
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,8 @@ class Hand:
     def __init__(self) -> None:
         self._marks: list[tuple[Any, str]] = []
         self._steps: list[list[tuple[Any, str]]] = []
+        self.base = "other"
+        """The phase between passes and clippings."""
 
     def to(self, phase: str) -> None:
         if DEVICE.type == "cuda":
@@ -169,14 +172,43 @@ def loop(folder: Path, steps: int, width: int, *, accumulation: int = 1, compile
     return compared(folder, hand, steps)
 
 
-def marked(hand: Hand, during: str, then: str, call: Callable[..., Any]) -> Callable[..., Any]:
+def marked(hand: Hand, phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function with a mark where it begins, and one where it has returned to what called it."""
+
     def instead(*args: Any, **kwargs: Any) -> Any:
-        hand.to(during)
+        hand.to(phase)
         result = call(*args, **kwargs)
-        hand.to(then)
+        hand.to(hand.base)
         return result
 
     return instead
+
+
+@contextmanager
+def marked_calls(hand: Hand) -> Iterator[None]:
+    """Marks around the calls of a trainer that a user does not see: the passes and the clipping."""
+    backward, clip = torch.Tensor.backward, torch.nn.utils.clip_grad_norm_
+    torch.Tensor.backward = marked(hand, "backward", backward)  # type: ignore[method-assign]
+    torch.nn.utils.clip_grad_norm_ = marked(hand, "clipping", clip)
+    try:
+        yield
+    finally:
+        torch.Tensor.backward = backward  # type: ignore[method-assign]
+        torch.nn.utils.clip_grad_norm_ = clip
+
+
+class MarkedAdamW(torch.optim.AdamW):
+    """With marks around `step`, and what a closure of it does outside of passes belongs to that."""
+
+    hand: Hand
+
+    def step(self, closure: Any = None) -> Any:
+        self.hand.base = "optimizer"
+        self.hand.to("optimizer")
+        result = super().step(closure)
+        self.hand.base = "other"
+        self.hand.to("other")
+        return result
 
 
 def transformers_run(folder: Path, steps: int, width: int) -> Shares:
@@ -193,12 +225,6 @@ def transformers_run(folder: Path, steps: int, width: int) -> Shares:
             return super().compute_loss(*args, **kwargs)
 
     class Marks(hf.TrainerCallback):  # type: ignore[misc]
-        def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-            hand.to("optimizer")
-
-        def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-            hand.to("other")
-
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             hand.end_step()
 
@@ -221,18 +247,20 @@ def transformers_run(folder: Path, steps: int, width: int) -> Shares:
         report_to=[],
         disable_tqdm=True,
     )
+    model = hf.LlamaForCausalLM(config).to(DEVICE)
+    optimizer = MarkedAdamW(model.parameters(), lr=5e-5)
+    optimizer.hand = hand
     trainer = Marked(
-        hf.LlamaForCausalLM(config),
+        model,
         args,
         train_dataset=MarkedData(hand, data),
         data_collator=functools.partial(collate, hand),
         callbacks=[TrueMFUCallback(folder), Marks()],
+        optimizers=(optimizer, None),
     )
-    accelerator = trainer.accelerator
-    accelerator.backward = marked(hand, "backward", "other", accelerator.backward)
-    accelerator.clip_grad_norm_ = marked(hand, "clipping", "other", accelerator.clip_grad_norm_)
     hand.to("other")
-    trainer.train()
+    with marked_calls(hand):
+        trainer.train()
     return compared(folder, hand, steps)
 
 
@@ -247,32 +275,16 @@ def lightning_run(folder: Path, steps: int, width: int) -> Shares:
     class Module(pl.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
-            self.net, self.outside = net(width), "other"
+            self.net = net(width)
 
         def training_step(self, batch: torch.Tensor) -> torch.Tensor:
             hand.to("forward")
             return self.net(batch).square().mean()  # type: ignore[no-any-return]
 
-        def on_before_backward(self, loss: torch.Tensor) -> None:
-            hand.to("backward")
-
-        def on_after_backward(self) -> None:
-            hand.to(self.outside)
-
-        def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
-            hand.to("clipping")
-            super().configure_gradient_clipping(*args, **kwargs)
-            hand.to(self.outside)
-
-        def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-            self.outside = "optimizer"
-            hand.to("optimizer")
-            super().optimizer_step(*args, **kwargs)
-            self.outside = "other"
-            hand.to("other")
-
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters())
+            optimizer = MarkedAdamW(self.parameters(), lr=1e-3)
+            optimizer.hand = hand
+            return optimizer
 
     class Ends(pl.Callback):  # type: ignore[misc]
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
@@ -292,7 +304,8 @@ def lightning_run(folder: Path, steps: int, width: int) -> Shares:
     )
     data = MarkedData(hand, list(torch.randn(2 * steps * BATCH, width)))
     hand.to("other")
-    trainer.fit(Module(), DataLoader(data, batch_size=BATCH, collate_fn=functools.partial(collate, hand)))
+    with marked_calls(hand):
+        trainer.fit(Module(), DataLoader(data, batch_size=BATCH, collate_fn=functools.partial(collate, hand)))
     return compared(folder, hand, steps)
 
 

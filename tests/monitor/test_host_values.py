@@ -10,12 +10,14 @@ import json
 import re
 import subprocess
 import sys
-import types
 
 import pytest
 import torch
 
-from truemfu.monitor.values.host_values import _COMPILED_GRAPHS, Held, HostValues, is_there, resolved
+from truemfu.monitor.values import host_values
+from truemfu.monitor.values.host_values import Held, HostValues, is_there, resolved
+
+_COMPILED_GRAPHS = host_values._COMPILED_GRAPHS
 
 
 @pytest.fixture
@@ -25,7 +27,7 @@ def said() -> list[str]:
 
 @pytest.fixture
 def values(said: list[str], monkeypatch: pytest.MonkeyPatch) -> HostValues:
-    monkeypatch.delitem(sys.modules, _COMPILED_GRAPHS, raising=False)  # of another test
+    monkeypatch.setattr(host_values, "_COMPILED_GRAPHS", "not imported")  # by another test
     return HostValues(lambda text, about=None: said.append(text))
 
 
@@ -140,7 +142,7 @@ def test_with_graphs_of_torch_compile_every_number_is_copied_at_once(
     values: HostValues, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An output lies where another graph has temporaries: it is overwritten before its place comes again."""
-    monkeypatch.setitem(sys.modules, _COMPILED_GRAPHS, types.ModuleType(_COMPILED_GRAPHS))
+    monkeypatch.setattr(host_values, "_COMPILED_GRAPHS", "torch")
     outputs = torch.tensor(1.0), torch.tensor(2.0)
     held = [keep(values, output) for output in outputs]
     for output in outputs:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.versions import TORCH
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.nn.utils import clip_grad, clip_grad_norm_
@@ -264,6 +265,9 @@ def test_what_is_below_the_decorators_of_a_function_stays_there() -> None:
     end()
 
 
+@pytest.mark.xfail(
+    TORCH < (2, 7), reason="torch 2.6 compiles code again whose model has its hooks replaced, once in a run"
+)
 def test_code_that_is_compiled_in_parts_is_not_compiled_again(tmp_path: Path) -> None:
     """Dynamo raises at the first call that compiles anything a second time."""
     torch._dynamo.reset()
@@ -413,6 +417,9 @@ def test_compiled_code_around_the_model_is_compiled_as_without_phases(
     assert graphs[0] == graphs[1]
 
 
+@pytest.mark.xfail(
+    TORCH < (2, 7), reason="torch 2.6 compiles code again whose model has its hooks replaced, once in a run"
+)
 def test_a_step_that_is_compiled_whole_is_compiled_as_without_a_monitor(tmp_path: Path) -> None:
     graphs = []
     for is_watched in (True, False):

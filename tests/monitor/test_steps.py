@@ -37,8 +37,8 @@ from truemfu.monitor import live_run
 from truemfu.monitor.rows import row_thread
 from truemfu.monitor.rows import rows as rows_module
 from truemfu.monitor.timing.clock import CudaClock, HostClock, Span, StepClock, TimeMark
-from truemfu.monitor.values import sending
-from truemfu.monitor.values.host_values import _COMPILED_GRAPHS, HostValues
+from truemfu.monitor.values import host_values, sending
+from truemfu.monitor.values.host_values import HostValues
 from truemfu.monitor.watching import attachment
 from truemfu.monitor.watching import batch_notes as observe
 from truemfu.monitor.watching.compilations import compilations
@@ -164,7 +164,8 @@ class Run:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    monkeypatch.delitem(sys.modules, _COMPILED_GRAPHS, raising=False)  # of another test
+    # Not taken out of `sys.modules`: torch would import it again, and free what the first one keeps.
+    monkeypatch.setattr(host_values, "_COMPILED_GRAPHS", "not imported")  # by another test
     run = Run(tmp_path)
     run.settle()
     yield run

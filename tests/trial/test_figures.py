@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 
+import msgspec
 import pytest
 
 from truemfu.remedies.facts import UNCHANGED
@@ -16,6 +17,7 @@ from truemfu.trial.figures import (
     largest_difference,
     loss_distance,
     loss_warning,
+    run_to_run,
     typical_step,
     unchanged_difference,
 )
@@ -38,11 +40,12 @@ def simulated(draw: random.Random, gains: dict[str, float], rounds: int, steps: 
 
 def gain_in(runs: list[TrialRun], name: str) -> Gain:
     changed = [run for run in runs if run.name == name]
-    estimates = [
-        [typical_step(run.step_times_s, run.data_waits_s) for run in side]
-        for side in (beside(runs, changed), changed)
-    ]
-    return gain_of(*estimates, on_cpu=False)
+    unchanged = [run for run in runs if run.name == UNCHANGED]
+    *estimates, all_unchanged = (
+        [typical_step(run.step_times_s, workers=0) for run in side]
+        for side in (beside(runs, changed), changed, unchanged)
+    )
+    return gain_of(*estimates, run_to_run=run_to_run(all_unchanged, on_cpu=False))
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 3])
@@ -61,6 +64,20 @@ def test_intervals_contain_true_gains_and_nothing_that_loses_is_shown_to_gain(ro
             total += 1
     assert 0.93 <= contained / total <= 0.99
     assert false_gains / total < 0.03
+
+
+def test_on_a_machine_whose_speed_changes_nothing_is_shown_by_one_run() -> None:
+    """As seen on a host with other work: unchanged steps of 31 to 40 ms, and a remedy between two of them."""
+    seconds = [0.0372, 0.0321, 0.0319, 0.0311, 0.0314, 0.0401, 0.0379]
+    names = [UNCHANGED] * 4 + ["attention"] + [UNCHANGED] * 2
+    runs = [
+        TrialRun(number=number, name=name, seconds=10, step_times_s=[step_s] * 40)
+        for number, (name, step_s) in enumerate(zip(names, seconds, strict=True), start=1)
+    ]
+    assert gain_in(runs, "attention").verdict == UNCLEAR
+    steady = [msgspec.structs.replace(run, step_times_s=[0.035] * 40) for run in runs]
+    steady[4] = runs[4]
+    assert gain_in(steady, "attention").verdict == GAINS
 
 
 def test_a_clear_gain_and_a_clear_loss_are_shown_in_two_rounds() -> None:
@@ -88,12 +105,28 @@ def test_a_failed_unchanged_run_is_beside_nothing() -> None:
     assert [run.number for run in beside([*runs, failed], runs[1:])] == [1]
 
 
-def test_bursts_of_waits_count_with_their_mean_and_hiccups_do_not() -> None:
-    waits = [0.08 if step % 4 == 0 else 0.0 for step in range(40)]
-    steps = [0.01 + wait for wait in waits]
+def test_bursts_of_waits_count_with_their_mean_and_disturbances_do_not() -> None:
+    steps = [0.01 + (0.08 if step % 4 == 0 else 0.0) for step in range(40)]
     steps[7] += 5.0
-    assert typical_step(steps, waits).value == pytest.approx(0.03)
-    assert typical_step(steps, []).value == pytest.approx(0.01)
+    assert typical_step(steps, workers=4).value == pytest.approx(0.03)
+    assert typical_step(steps, workers=0).value == pytest.approx(0.01)
+
+
+def test_a_host_that_is_slow_at_first_changes_nothing() -> None:
+    """As seen where compiled code was loaded from the cache: its processes were still being started."""
+    steps = [0.581, 0.541, 0.385, 0.545, 0.548, 0.399, 0.441] + 33 * [0.097]
+    for workers in (0, 4):
+        assert typical_step(steps, workers=workers).value == pytest.approx(0.097)
+
+
+@pytest.mark.parametrize("workers", range(1, 33))
+@pytest.mark.parametrize("steps", [20, 30, 40, 200])
+def test_bursts_of_any_number_of_workers_count_with_their_mean(workers: int, steps: int) -> None:
+    times = [0.01 + (0.01 * workers if step % workers == 0 else 0.0) for step in range(steps)]
+    found = typical_step(times, workers=workers)
+    few = steps - workers + 1 < 20
+    mean = sum(times) / steps
+    assert found.value == pytest.approx(mean if few else 0.02)
 
 
 def test_losses_are_compared_step_by_step() -> None:

@@ -1,4 +1,4 @@
-"""Scripts of several frameworks under `truemfu try`, unchanged but for their number of steps."""
+"""Twelve scripts, of frameworks and of loops of their own, under `truemfu try`, with more steps alone."""
 
 from __future__ import annotations
 
@@ -18,6 +18,16 @@ SCRIPTS = {
     "lightning_module": (longer("lightning_module", EPOCHS), "foreach_optimizer", ()),
     "accelerate_loop": (longer("accelerate_loop", EPOCHS), "autocast_bf16", ()),
     "ddp": (longer("ddp", EPOCHS), "autocast_bf16", TORCHRUN),
+    "lora": (longer("lora", ("= 6, 2", "= 500, 2")), "autocast_bf16", ()),
+    "rnn_lm": (longer("rnn_lm", ("= 40, 16, 4, 8, 0", "= 40, 16, 4, 500, 0")), "foreach_optimizer", ()),
+    "image_classification": (
+        longer("image_classification", ("= 3, 8, 64, 128", "= 300, 8, 64, 128")),
+        "channels_last",
+        (),
+    ),
+    "accumulation": (longer("accumulation", ("= 8, 4, 2", "= 500, 4, 2")), "foreach_optimizer", ()),
+    "dcgan": (longer("dcgan", ("= 8, 4, 16", "= 500, 4, 16")), "foreach_optimizer", ()),
+    "actor_critic": (longer("actor_critic", ("= 10, 8, 6", "= 500, 8, 6")), "foreach_optimizer", ()),
 }
 
 

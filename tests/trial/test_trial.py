@@ -222,7 +222,7 @@ def test_too_little_time_is_said_and_what_was_measured_counts(tmp_path: Path) ->
     assert done.code == 0, done.stderr
     assert done.trial["ended"] == "out of time"
     assert "--time is too short" in done.stderr
-    assert done.trial["seconds"] < 60
+    assert done.trial["seconds"] < 23 * 5  # what one run of a remedy would take
     assert "out of time" in done.stdout
     assert not [case for case in done.trial["cases"] if case["verdict"] == "failed"]
 

@@ -130,10 +130,14 @@ def _fused_optimizer(known: StepItems) -> Finding:
     if moved and bandwidth:
         least = moved / bandwidth
         evidence += f", and moving weights, gradients and moments once takes {duration(least)}"
+    waits_s, waiting = _waits(items, known)
+    return _time(items) - least + waits_s, evidence + waiting
+
+
+def _waits(items: Iterable[Item], known: StepItems) -> tuple[float, str]:
+    """How long the GPU was idle before some kernels: another choice of them may be launched sooner."""
     waits_s = min(sum(item.waited_ns for item in items) * _NS, _gaps(known)[0])
-    if waits_s:
-        evidence += f"; they wait {duration(waits_s)} for their launch"
-    return _time(items) - least + waits_s, evidence
+    return waits_s, f"; its kernels wait {duration(waits_s)} for their launch" if waits_s else ""
 
 
 def _optimizer_bytes(known: StepItems) -> float | None:
@@ -246,15 +250,14 @@ def _attention(known: StepItems) -> Finding:
     scores = {shape for shape in scores if len(shape) >= 3}
     fused = _of(known, classes.ATTENTION)
     plain = [item for item in known.items if item.kind != classes.ATTENTION and _has_scores(item, scores)]
+    if not plain and not fused:
+        return None, "no attention was found"
+    waits_s, waiting = _waits([*plain, *fused], known)
     if plain:
-        seconds = _time(plain) + _above_least(fused, known)
-        return (
-            seconds,
-            (f"attention in plain operators, whose scores are in memory, takes {duration(_time(plain))}"),
-        )
-    if fused:
-        return _above_least(fused, known), f"fused attention takes {duration(_time(fused))}"
-    return None, "no attention was found"
+        evidence = f"attention in plain operators, whose scores are in memory, takes {duration(_time(plain))}"
+    else:
+        evidence = f"fused attention takes {duration(_time(fused))}"
+    return _time(plain) + _above_least(fused, known) + waits_s, evidence + waiting
 
 
 def _shape(item: Item) -> tuple[int, ...]:

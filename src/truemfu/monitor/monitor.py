@@ -99,8 +99,8 @@ class TrainingMonitor:
             self._on_forward,
             self._on_evaluation,
             self._on_forward_end,
+            self._on_forward_return,
             self._notices,
-            returned=self._on_forward_return if self.config.step_phases else None,
         )
         self._measuring = Measuring(self.config, self._notices)
         self._between = BetweenSteps(now_s=_now_s)

@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -138,17 +139,24 @@ def _is_inside_a_handler() -> bool:
 def _is_inside_autocast() -> bool:
     """Whether a kernel of autocast or the handler of another mode has called this operator.
 
-    Only the call stack tells, with autograd: what autocast has handled may have been divided since.
+    Only the call stack tells, with autograd: what autocast has handled may have been divided since. Not every
+    build of torch names these kernels there, but each calls the same operator again, with none in between.
     """
+    if _is_inside_a_handler():
+        return True
     try:
-        frames = _symbols([_call_stack(False, False, True)])[0]
+        names = [frame["name"] for frame in _symbols([_call_stack(False, False, True)])[0]]
     except Exception:  # torch cannot read the call stack everywhere
         for path in (table.CALL_STACK, table.SYMBOLS):
             if table.get(path) is ABSENT:
                 table.miss(path)
         return True
-    handlers = sum("pythonFallback" in frame["name"] for frame in frames)
-    return handlers != 1 or any("at::autocast::" in frame["name"] for frame in frames)
+    if sum("pythonFallback" in name for name in names) > 1:  # a handler by another name in Python
+        return True
+    calls = [name for name in names if name.startswith("at::_ops::")]
+    calls_again = any(inner == outer and "::call(" in inner for inner, outer in pairwise(calls))
+    is_named = any(name.startswith("torch::") for name in names)
+    return not is_named or calls_again or any("at::autocast::" in name for name in names)
 
 
 @functools.cache

@@ -20,11 +20,12 @@ Listener = TypeVar("Listener")
 
 def replace(owner: Any, name: str, instead: Callable[..., Any]) -> Callable[[], None]:
     """Run `instead(original, *args, **kwargs)` for calls of a function; the returned function ends that."""
-    original, had_own, is_active = getattr(owner, name), name in vars(owner), True
+    original, had_own = getattr(owner, name), name in vars(owner)
+    called = functools.partial(instead, original)
 
     @functools.wraps(original)
     def ours(*args: Any, **kwargs: Any) -> Any:
-        return instead(original, *args, **kwargs) if is_active else original(*args, **kwargs)
+        return called(*args, **kwargs)
 
     for function in (ours, instead):
         not_compiled(function)
@@ -32,8 +33,8 @@ def replace(owner: Any, name: str, instead: Callable[..., Any]) -> Callable[[], 
         ours.__wrapped__ = original.__wrapped__
 
     def end() -> None:
-        nonlocal is_active
-        is_active = False
+        nonlocal called
+        called = original
         if vars(owner).get(name) is not ours:
             return
         if had_own:

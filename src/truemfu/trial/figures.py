@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean
 
 from ..remedies.facts import UNCHANGED
 from ..remedies.table import NOTHING, ROUNDING
 from ..report.compare.compare import CONFIDENCE, RUN_TO_RUN, RUN_TO_RUN_ON_CPU
-from ..report.compare.intervals import Estimate, median_of, ratio_of
+from ..report.compare.intervals import FEWEST_STEPS, Estimate, mean_of, median_of, ratio_of
 from ..text import share
 from .record import GAINS, LOSES, UNCLEAR, LossDistance, TrialRun
 
@@ -49,24 +50,33 @@ def beside(runs: Sequence[TrialRun], measured: Sequence[TrialRun]) -> list[Trial
     return [found[number] for number in sorted(found)]
 
 
-def typical_step(step_times_s: Sequence[float], data_waits_s: Sequence[float]) -> Estimate:
-    """The median of the steps without their waits for data, and the mean wait.
+def typical_step(step_times_s: Sequence[float], *, workers: int) -> Estimate:
+    """The median of the steps, or of the means of as many in a row as a loader has workers: these deliver in
+    bursts. Of fewer steps than that takes, the mean.
 
-    Workers of a loader deliver in bursts: a median alone would miss waits that most steps do not have, and a
-    mean alone would follow each hiccup of the machine.
+    A median of single steps would miss waits that most steps do not have, and a mean of all would follow
+    each disturbance of the machine.
     """
-    if len(data_waits_s) != len(step_times_s):
-        return median_of(step_times_s, CONFIDENCE)
-    wait_s = fmean(data_waits_s)
-    computing = [
-        max(step - wait, 0.0) + wait_s for step, wait in zip(step_times_s, data_waits_s, strict=True)
-    ]
-    return median_of(computing, CONFIDENCE)
+    length = max(1, workers)
+    rows = [step_times_s[begin : begin + length] for begin in range(len(step_times_s) - length + 1)]
+    if len(rows) < FEWEST_STEPS:
+        return mean_of(step_times_s, CONFIDENCE)
+    return median_of([fmean(row) for row in rows], CONFIDENCE)
 
 
-def gain_of(unchanged: Sequence[Estimate], changed: Sequence[Estimate], *, on_cpu: bool) -> Gain:
+def run_to_run(unchanged: Sequence[Estimate], *, on_cpu: bool) -> float:
+    """The standard deviation between runs, as a fraction: the assumed one, or that of the unchanged runs.
+
+    The larger of the two; without a slow change during the trial, since a remedy is compared with the runs
+    beside it.
+    """
+    assumed = RUN_TO_RUN_ON_CPU if on_cpu else RUN_TO_RUN
+    steps = [math.log(after.value / before.value) for before, after in pairwise(unchanged)]
+    return max(assumed, math.sqrt(fmean(step**2 for step in steps) / 2)) if len(steps) > 1 else assumed
+
+
+def gain_of(unchanged: Sequence[Estimate], changed: Sequence[Estimate], *, run_to_run: float) -> Gain:
     """The gain of some runs over the unchanged ones beside them."""
-    run_to_run = RUN_TO_RUN_ON_CPU if on_cpu else RUN_TO_RUN
     ratio = ratio_of(unchanged, changed, confidence=CONFIDENCE, run_to_run=run_to_run)
     unchanged_s = _geometric_mean(unchanged)
     return Gain(

@@ -26,7 +26,15 @@ from ..remedies.table import BY_NAME, CHANGES, REMEDIES
 from ..report.compare.compare import CONFIDENCE
 from ..text import counted
 from .choice import best_of_each, recommended_of, why_not_together
-from .figures import beside, gain_of, loss_distance, loss_warning, typical_step, unchanged_difference
+from .figures import (
+    beside,
+    gain_of,
+    loss_distance,
+    loss_warning,
+    run_to_run,
+    typical_step,
+    unchanged_difference,
+)
 from .plan import Plan, make_plan, turns
 from .process import run_process
 from .record import FAILED, NOT_MEASURED, TOGETHER, TRIAL_FILE, Trial, TrialCase, TrialRun
@@ -239,11 +247,13 @@ class _Session:
             reason = f"the loss is not finite in {steps}; in an unchanged run in {usual:,} at most"
             return msgspec.structs.replace(case, verdict=FAILED, reason=reason)
         neighbours = beside(self._comparable, measured)
-        gain = gain_of(
-            [typical_step(run.step_times_s, run.data_waits_s) for run in neighbours],
-            [typical_step(run.step_times_s, run.data_waits_s) for run in measured],
-            on_cpu=evidence.device != "cuda",
+        workers = _workers(evidence, [case.name, *case.remedies])
+        beside_it, its_own, all_unchanged = (
+            [typical_step(run.step_times_s, workers=workers) for run in runs]
+            for runs in (neighbours, measured, self._unchanged)
         )
+        apart = run_to_run(all_unchanged, on_cpu=evidence.device != "cuda")
+        gain = gain_of(beside_it, its_own, run_to_run=apart)
         losses = loss_distance([run.losses for run in self._unchanged], [run.losses for run in measured])
         peaks = [run.peak_memory_bytes for run in measured if run.peak_memory_bytes is not None]
         return msgspec.structs.replace(
@@ -297,7 +307,9 @@ class _Session:
             started_at=self._started_at.isoformat(timespec="seconds"),
             truemfu_version=__version__,
             evidence=evidence,
-            step_time_s=fmean(typical_step(run.step_times_s, run.data_waits_s).value for run in unchanged),
+            step_time_s=fmean(
+                typical_step(run.step_times_s, workers=_workers(evidence, [])).value for run in unchanged
+            ),
             peak_memory_bytes=max(peaks, default=None),
             unchanged_runs=len(unchanged),
             unchanged_losses_difference=unchanged_difference([run.losses for run in unchanged]),
@@ -323,3 +335,11 @@ class _Session:
             remedies=list(remedies),
         )
         return self._with_figures(case, "each of them gained alone", evidence)
+
+
+def _workers(evidence: Evidence, remedies: Sequence[str]) -> int:
+    """The most that a loader has, by the script or by one of these remedies."""
+    workers = [loader.workers for loader in evidence.loaders]
+    if "loader_workers" in remedies:
+        workers.append(int(BY_NAME["loader_workers"].judge(evidence).option))
+    return max(workers, default=0)

@@ -83,26 +83,25 @@ def band_of_mask(allowed: Any, documents: Sequence[int]) -> Band | None:
     import torch
 
     q_len, k_len = allowed.shape
-    if not bool(allowed.any()):
-        return None
-    distance = torch.arange(q_len)[:, None] - torch.arange(k_len)[None, :]
     seen = allowed.any(0)
     rows = seen if q_len == k_len else torch.ones(q_len, dtype=torch.bool)
-    if q_len == k_len and len(documents) > 1:
-        ids = document_ids(documents, q_len)
-        same = ids[:, None] == ids[None, :]
-    else:
-        same = torch.ones_like(allowed)
     view = allowed[rows][:, seen]
-    span = distance[rows][:, seen]
-    if not bool(view.any()):
+    sees = view.any(1)
+    if not bool(sees.any()):
         return None
-    furthest, nearest = int(span[view].max()), int(span[view].min())
-    expected = same[rows][:, seen] & (span <= furthest) & (span >= nearest)
+    queries, keys = rows.nonzero()[:, 0], seen.nonzero()[:, 0]
+    first = keys[view.view(torch.uint8).argmax(1)]
+    last = keys[-1 - view.flip(1).view(torch.uint8).argmax(1)]
+    furthest, nearest = int((queries - first)[sees].max()), int((queries - last)[sees].min())
+    expected = (keys >= queries[:, None] - furthest) & (keys <= queries[:, None] - nearest)
+    longest, shortest = int(queries[-1] - keys[0]), int(queries[0] - keys[-1])
+    if q_len == k_len and len(documents) > 1:
+        ids = document_ids(documents, q_len)[keys]  # the queries are at the same positions
+        expected &= ids[:, None] == ids[None, :]
+        longest = max(int(keys[ids == n][-1] - keys[ids == n][0]) for n in ids.unique())
+        shortest = -longest
     if not torch.equal(view, expected):
         return None
-    possible = span[same[rows][:, seen]]
     return Band(
-        behind=None if furthest >= int(possible.max()) else furthest,
-        ahead=None if nearest <= int(possible.min()) else -nearest,
+        behind=None if furthest >= longest else furthest, ahead=None if nearest <= shortest else -nearest
     )

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
 import torch
 
 from ...hardware.counters.cycle_stamps import CUDA_DRIVER
@@ -45,16 +46,13 @@ class Event(Protocol):
         """Milliseconds from this event to another; both have passed."""
 
 
-class TimeMark:
+class TimeMark(msgspec.Struct, eq=False, gc=False):
     """A moment: its host time, and its device time once that was read."""
 
-    __slots__ = ("device_s", "event", "host_s")
-
-    def __init__(self, host_s: float, event: Event | None, device_s: float | None = None) -> None:
-        self.host_s = host_s
-        self.event = event
-        """None once it was read, and for a mark that could not be placed: its device time stays unknown."""
-        self.device_s = device_s
+    host_s: float
+    event: Event | None
+    """None once it was read, and for a mark that could not be placed: its device time stays unknown."""
+    device_s: float | None = None
 
 
 class HostClock:

@@ -50,9 +50,7 @@ class StepPhases:
         self._after_switch = self._after_backward = OTHER
 
     def _now(self) -> str | None:
-        """The current phase, if this thread runs the step and no code outside of it, and is not traced."""
-        if _is_compiling():
-            return None
+        """The current phase, if this thread runs the step and no code outside of it."""
         between = self._between
         is_here = _thread() == between.thread and not between.pauses and forks.number == self._forks
         return self._clock.phase if is_here else None
@@ -118,7 +116,7 @@ class StepPhases:
 
     def optimizer_begins(self, *_: Any) -> None:
         """A hook of torch: an optimizer is about to step."""
-        if self._now() not in (None, BACKWARD, DATA_WAIT):
+        if not _is_compiling() and self._now() not in (None, BACKWARD, DATA_WAIT):
             if self._hook is None:  # not before: a monitor may begin while torch goes through these hooks
                 try:
                     self._hook = register_optimizer_step_post_hook(self.optimizer_ended)
@@ -130,7 +128,7 @@ class StepPhases:
 
     def optimizer_ended(self, *_: Any) -> None:
         """A hook of torch: it has stepped."""
-        phase = self._now()
+        phase = None if _is_compiling() else self._now()
         if phase is not None and phase != BACKWARD and self._base == OPTIMIZER:
             self._optimizers -= 1
             if not self._optimizers:

@@ -114,10 +114,10 @@ class _EndHook(_Hook):
 class Attachment:
     """A hook on a model: `seen` gets each training batch, `evaluated` those of passes without gradients.
 
-    `ended` is called after forward passes for which these returned True, or after all if it `ends_always`;
-    `returned`, if given, after all that raised nothing. A model compiled by `Module.compile` calls no hook,
-    or compiles it too. There the attribute in which torch stores the compiled call is wrapped; copies and
-    saved models do not include that attribute.
+    `ended` is called after forward passes for which these returned True, and `returned` after all that raised
+    nothing; without `returned`, `ended` is called after all. A model compiled by `Module.compile` calls no
+    hook, or compiles it too. There the attribute in which torch stores the compiled call is wrapped; copies
+    and saved models do not include that attribute.
     """
 
     def __init__(
@@ -126,16 +126,14 @@ class Attachment:
         seen: Callable[[Batch | None], bool],
         evaluated: Callable[[Batch | None], bool],
         ended: Callable[[], None],
-        *,
-        ends_always: bool = False,
         returned: Callable[[], None] | None = None,
     ) -> None:
         self._model = weakref.ref(model)
         self._handles: list[Any] = []
         self._compiled: Any = None
         self._watching: Any = None
-        self._hook = _BatchHook(model, seen, evaluated, None if ends_always else ended)
-        self._ended, self._ends_always, self._returned = ended, ends_always, returned
+        self._hook = _BatchHook(model, seen, evaluated, None if returned is None else ended)
+        self._ended, self._returned = ended, returned
         script_without(_is_our_hook)
         self._watch(model)
 
@@ -158,11 +156,12 @@ class Attachment:
         compiled = compiled_call(model)
         if compiled is None:
             self._handles.append(model.register_forward_pre_hook(self._hook, with_kwargs=True))
-            if self._ends_always:
+            if self._returned is None:
                 end_hook = _EndHook(self._ended)
                 self._handles.append(model.register_forward_hook(end_hook, always_call=True))
-            elif self._returned is not None:
+            else:
                 # Not one that is always called: torch.compile would compile again when it is added again.
+                # Always one: since torch 2.15 a model is compiled again when it gets its first one.
                 self._handles.append(model.register_forward_hook(_EndHook(self._returned)))
         else:
             self._compiled, self._watching = compiled, _watching(compiled, self._hook, self._ended)

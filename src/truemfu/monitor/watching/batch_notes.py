@@ -392,9 +392,9 @@ def _without_data(value: Any) -> Any:
 
 def _autocast_dtypes() -> tuple[torch.dtype | None, ...]:
     """Autocast's dtypes on this thread, enough to distinguish its states."""
-    return tuple(
-        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        for device in ("cuda", "cpu")
+    return (
+        torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None,
+        torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
     )
 
 

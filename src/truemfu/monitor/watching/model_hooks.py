@@ -30,9 +30,8 @@ class ModelHooks:
         seen: Callable[[Watched, Batch | None], bool],
         evaluated: Callable[[Watched, Batch | None], bool],
         ended: Callable[[], None],
+        returned: Callable[[], None],
         notices: Notices,
-        *,
-        returned: Callable[[], None] | None = None,
     ) -> None:
         self._seen, self._evaluated, self._ended, self._notices = seen, evaluated, ended, notices
         self._returned = returned
@@ -61,7 +60,7 @@ class ModelHooks:
                 functools.partial(self._seen, watched),
                 functools.partial(self._evaluated, watched),
                 self._ended,
-                returned=self._returned,
+                self._returned,
             )
         except Exception as error:  # a scripted model takes no such hooks
             self._notices(
@@ -84,7 +83,7 @@ class ModelHooks:
                 self._ended()
 
         with contextlib.suppress(Exception):  # a scripted module takes no hooks; what calls it may
-            self._attachments[watched] = Attachment(module, seen, evaluated, ended, ends_always=True)
+            self._attachments[watched] = Attachment(module, seen, evaluated, ended)
 
     def detach(self) -> None:
         """Leave the models as they were."""
