@@ -49,7 +49,7 @@ from truemfu.errors import TruemfuWarning, UsageError
 from truemfu.integrations import transformers as integration
 from truemfu.integrations.guarded import LOGGED
 from truemfu.integrations.transformers import TrueMFUCallback
-from truemfu.monitor.rows import held_rows
+from truemfu.monitor.rows import row_thread
 
 WRAPPED = {
     "training_step",
@@ -476,7 +476,7 @@ def rank_process(rank: int, port: int, folder: Path, build: Callable[[], nn.Modu
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
-    held_rows.SAVE_HOLD_S = 120.0  # a busy machine may need more than the second that a user waits
+    row_thread.SAVE_HOLD_S = 120.0  # a busy machine may need more than the second that a user waits
     collator = Unpadded()
     trainer, _ = monitored(
         model=build(),

@@ -541,7 +541,7 @@ def test_a_pause_and_an_observed_step_are_followed_by_the_wait_for_a_window(
     step(monitor, model, 0)
     monitor.save_logs()
     monitor._live._rows.reader._hardware = None  # a window that ends would have the step counted by shape
-    watch: Any = monitor._live.steps._counters
+    watch: Any = monitor._live.steps._instruments.counters
     asked_at_s, cuts = 0.0, []
     real_cut = watch.cut
 

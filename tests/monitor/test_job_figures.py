@@ -29,6 +29,7 @@ from truemfu import TrainingMonitor
 from truemfu.errors import TruemfuWarning
 from truemfu.monitor.ranks.rank_file import read_files
 from truemfu.monitor.ranks.rank_row import RankRow
+from truemfu.monitor.rows import row_thread
 
 TIME_LIMIT_S = 300
 PATIENCE_S = 60.0
@@ -86,7 +87,7 @@ def train_step(model: nn.Module, monitor: TrainingMonitor, rank: int, step: int)
 
 def be_patient() -> None:
     """Wait for other ranks as long as a busy machine needs: what is tested is what they send, not when."""
-    held_module.SAVE_HOLD_S = live_module._RANKS_TIMEOUT_S = PATIENCE_S
+    row_thread.SAVE_HOLD_S = live_module._RANKS_TIMEOUT_S = PATIENCE_S
     monitor_module._SAVE_TIMEOUT_S = live_module._ROWS_TIMEOUT_S = PATIENCE_S
 
 
@@ -183,7 +184,7 @@ def lose_rank(rank: int, world_size: int, folder: str, how: str) -> dict[str, An
             monitor.save_logs()
             dist.barrier()
             job_module.SILENT_S, held_module.HOLD_S = 2.0, 1.0
-            held_module.SAVE_HOLD_S = live_module._RANKS_TIMEOUT_S = 2.0
+            row_thread.SAVE_HOLD_S = live_module._RANKS_TIMEOUT_S = 2.0
         if rank == world_size - 1 and step == 15:
             (Path(folder) / "lost.pid").write_text(str(os.getpid()))
             os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)

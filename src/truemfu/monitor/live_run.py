@@ -34,6 +34,7 @@ from .hybrid.audit_step import AuditStep
 from .hybrid.census_step import CensusStep
 from .hybrid.hardware_watch import HardwareWatch, open_watch
 from .hybrid.hardware_windows import HardwareWindows
+from .hybrid.instruments import Instruments
 from .hybrid.step_detail import StepDetails
 from .notices import Notices
 from .ranks.reporter import ROW_EVERY_S
@@ -90,8 +91,7 @@ class LiveRun:
         self._rank = ThisRank.current(notices)
         # What holds for all ranks of a job is one warning, rank 0's.
         about_figures = notices if self._rank.is_first else self._rank.note
-        self._clock = clock = StepClock(clock_for(device), now_s=_now_s)
-        self._between = between
+        clock = StepClock(clock_for(device), now_s=_now_s)
         between.mark_with(clock)
         self._leave_torch = contextlib.ExitStack()
         phases = _watched_phases(clock, between, self._leave_torch) if config.step_phases else None
@@ -109,8 +109,11 @@ class LiveRun:
             measuring.go_without_counters(why_no_hfu if self._rank.is_first else None)
         is_corrected = audited is not None and audited.executed_over_activity is not None
         executed = executed_method(is_corrected=is_corrected) if has_hfu else "profiler"
-        self._audit = AuditStep.from_environment(self._rank, device, notices)
-        self._census = _census_step(config, folder, device, self._rank, hooks, notices)
+        self._instruments = Instruments(
+            counters,
+            AuditStep.from_environment(self._rank, device, notices),
+            _census_step(config, folder, device, self._rank, hooks, notices),
+        )
         plan = ObservationPlan(config.flops_profile_freq, _now_s())
         watch = StepWatch(
             plan,
@@ -156,12 +159,12 @@ class LiveRun:
             plan=plan,
             rank=self._rank,
             hardware=self._hardware,
-            audit=self._audit,
+            audit=self._instruments.audit,
             measured_peak_flops_per_s=None if peak is None else peak * 1e12,
             has_phases=config.step_phases,
             notices=notices,
         )
-        self._servers = GenerationServers(
+        servers = GenerationServers(
             (config.generation_servers or ()) if self._rank.is_first else (),
             device=device,
             configured_flops_per_s=None if config.peak_tflops is None else config.peak_tflops * 1e12,
@@ -172,7 +175,7 @@ class LiveRun:
             output,
             rank=self._rank,
             hardware=self._hardware,
-            servers=self._servers,
+            servers=servers,
             device=device,
             details=StepsOrSeconds(config.detailed_log_freq, DETAILS_S, began_s=_now_s()),
             notices=notices,
@@ -188,9 +191,7 @@ class LiveRun:
             intake=Intake(values, notices),
             batches=BatchNotes(values),
             watch=watch,
-            counters=counters,
-            audit=self._audit,
-            census=self._census,
+            instruments=self._instruments,
             rank=self._rank,
             rows=self._row_thread,
             phases=phases,
@@ -225,8 +226,7 @@ class LiveRun:
     def stop_observing(self) -> None:
         """No step is observed or recorded from now on, nor the rest of this one."""
         self.steps.watch.close()
-        if self._census is not None:
-            self._census.interrupt()
+        self._instruments.stop_recording()
 
     def save(self, timeout_s: float) -> None:
         """Write every step so far, and wait for that."""
@@ -250,13 +250,13 @@ class LiveRun:
             in_closing(self._row_thread.stop, _ROWS_TIMEOUT_S)
             in_closing(self._rank.leave, ends_s)
             in_closing(self._rank.store.stop)
-            in_closing(self._servers.stop)
-            if self._audit is not None:
-                in_closing(self._audit.close, self.steps.logged)
+            in_closing(self._rows.servers.stop)
+            if (audit := self._instruments.audit) is not None:
+                in_closing(audit.close, self.steps.logged)
             if self._hardware is not None:
                 in_closing(self._hardware.close)
-            if self._census is not None:
-                in_closing(self._finish_census, self._census)
+            if (census := self._instruments.census) is not None:
+                in_closing(self._finish_census, census)
 
     def _finish_census(self, census: CensusStep) -> None:
         found = self.summary()
@@ -264,12 +264,13 @@ class LiveRun:
 
     def record_census(self) -> None:
         """Record a step soon."""
-        if self._census is not None:
-            self._census.request()
+        if self._instruments.census is not None:
+            self._instruments.census.request()
 
     def _finish_last_rows(self) -> None:
         is_sent = self._sender.send_all()
-        patience_s = 0.0 if self._audit is None else self._audit.patience_s
+        audit = self._instruments.audit
+        patience_s = 0.0 if audit is None else audit.patience_s
         timeout_s = max(_ROWS_TIMEOUT_S, patience_s) if is_sent else _UNSENT_TIMEOUT_S
         finish = self._row_thread.finish_pending
         if not finish(timeout_s, hold_s=_RANKS_TIMEOUT_S) and not finish(timeout_s, hold_s=0.0):
@@ -288,19 +289,17 @@ class LiveRun:
 
     def info(self) -> dict[str, Any]:
         """The description of the whole run."""
-        info = self._description | {
-            "batch_shapes": self.steps.batches.shapes(),
-            "loader_workers": self._between.workers,
-        }
+        info = self._description | self.steps.facts()
         return info if self._rank.job is None else info | {"scope": self._rank.job.scope}
 
     def summary(self) -> dict[str, Any]:
         """The run so far as plain data."""
         steps, rows, known, hardware = self.steps, self._rows, self._flops.known, self._hardware
-        census = None if self._census is None else self._census.census
+        recorder = self._instruments.census
+        census = None if recorder is None else recorder.census
         return summary_of(
             self.info(),
-            rows.totals.as_dict(self._clock.left_out_since_last_step()),
+            rows.totals.as_dict(steps.left_out_s()),
             own_s=steps.own_time.later_s / (steps.logged - 1) if steps.logged > 1 else None,
             costs={
                 "first_step_s": steps.own_time.first_step_s or 0.0,
@@ -310,11 +309,11 @@ class LiveRun:
                 "observed": known.number_counted,
                 "observed_steps": list(known.steps),
                 "profiling_s": rows.reader.profile_cost_s,
-                "census_s": 0.0 if self._census is None else self._census.cost_s,
+                "census_s": 0.0 if recorder is None else recorder.cost_s,
             },
             job=self._rank.figures(),
             hardware=None if hardware is None else hardware.as_dict(),
-            servers=[to_builtins(server) for server in self._servers.summary()],
+            servers=[to_builtins(server) for server in rows.servers.summary()],
             typical_step=rows.reader.typical.as_dict(),
             without_tensor=census.without_tensor() if census is not None else {},
             notes=[

@@ -19,9 +19,7 @@ from typing import Any, NamedTuple
 from ..flops import HostCopy
 from ..torch_private.dispatch import hidden_from_modes
 from ..torch_private.watching import backward_number, miss_compiled_calls
-from .hybrid.audit_step import AuditStep
-from .hybrid.census_step import CensusStep
-from .hybrid.hardware_watch import HardwareWatch
+from .hybrid.instruments import Instruments
 from .notices import Notices
 from .ranks.this_rank import ThisRank
 from .rows.row_thread import RowThread
@@ -39,7 +37,7 @@ from .timing.phases import StepPhases
 from .values.datasets import PendingDatasetMetrics
 from .values.intake import LARGEST_STEP, Intake
 from .watching.batch_notes import Batch, BatchNotes, StepBatches, Template, TensorSizes
-from .watching.compilations import NewGraphs, compilations
+from .watching.compilations import NewGraphs
 from .watching.generation import Generation
 from .watching.measuring import Measuring
 from .watching.model_hooks import ModelHooks
@@ -106,9 +104,7 @@ class StepRecorder:
         intake: Intake,
         batches: BatchNotes,
         watch: StepWatch,
-        counters: HardwareWatch | None,
-        audit: AuditStep | None,
-        census: CensusStep | None,
+        instruments: Instruments,
         rank: ThisRank,
         rows: RowThread,
         phases: StepPhases | None,
@@ -117,15 +113,20 @@ class StepRecorder:
         self._phases = phases
         self._hooks, self._measuring, self._between, self._clock = hooks, measuring, between, clock
         self.intake, self.batches, self.watch = intake, batches, watch
-        self._counters, self._audit, self._rank = counters, audit, rank
-        self._census = census
-        self._was_quiet = False
-        self._nodes: int | None = None
+        self._instruments, self._rank = instruments, rank
         self._rows, self._notices = rows, notices
         self._graphs = NewGraphs()
         self.logged = 0
         """Steps that were handed over."""
         self.own_time = OwnTime()
+
+    def facts(self) -> dict[str, Any]:
+        """What is known of the batches: shapes, and the workers of their loader."""
+        return {"batch_shapes": self.batches.shapes(), "loader_workers": self._between.workers}
+
+    def left_out_s(self) -> dict[str, float]:
+        """Seconds that were excluded from the step that has begun."""
+        return self._clock.left_out_since_last_step()
 
     def forget_models(self) -> None:
         """Other models are watched from now on."""
@@ -162,23 +163,20 @@ class StepRecorder:
     def _begin_step(self) -> None:
         if not self.logged:  # later steps begin where the last one ended
             self._clock.begin()
-        if self._audit is not None and self._audit.begin_step(self.logged, compilations()):
+        if self._instruments.step_begins(self.logged):
             self.watch.observe_next_batch()
 
     def batch_begins(self, begun: BegunBatch) -> None:
         """After `note_batch`, where modes may be entered: the forward pass of the noted batch begins."""
         self.watch.batch_begins(begun.template, is_first=begun.is_first)
-        is_recorded = self.watch.observer is not None or (
-            self._census is not None and self._census.is_recording
-        )
+        is_recorded = self.watch.observer is not None or self._instruments.is_recording
         if begun.is_first and self._measuring.profiles and not is_recorded:
             # Not an observed step, of which a profiler would record each operator twice.
             self._measuring.begin_step(self.watch.convention)
 
     def pass_begins(self, name: str | None, *, is_training: bool) -> bool:
         """A forward pass of a watched module begins; whether its end is to be told."""
-        if self._census is not None:
-            self._census.end_if_long()
+        self._instruments.pass_begins()
         if self._phases is not None:
             if is_training:
                 self._phases.forward_begins()
@@ -231,11 +229,11 @@ class StepRecorder:
     ) -> None:
         """Hand over one note of a step that has ended."""
         intake, measuring, extras, observed = self.intake, self._measuring, NO_EXTRAS, ended.observed
+        instruments = self._instruments
         # The mark is placed first, since a device that waits for the host would wait for all of this. With
         # counters it follows their cut: once the mark has passed, so has the cut.
-        span = self._clock.end(now_s) if self._counters is None else None
-        if self._audit is not None:
-            self._audit.end_step()
+        span = self._clock.end(now_s) if instruments.counters is None else None
+        instruments.step_ends()
         if attention_mask is not None or flops is not None or datasets or measuring.profiler is not None:
             extras = self._extras(attention_mask, flops, datasets)
         if metrics:
@@ -259,15 +257,11 @@ class StepRecorder:
             or self.logged < WARMUP_STEPS
             or extras.profile is not None
             or observed is not None
-            or (self._census is not None and self._census.is_recording)
+            or instruments.is_recording
         )
-        self._was_quiet, self._nodes = not is_warmup, ended.nodes
-        if self._counters is not None:
-            # Windows exclude steps that compile, are profiled or observed.
-            if is_warmup:
-                self._counters.restart()
-            elif (cut := self._counters.cut(now_s)) is not None:
-                extras = extras._replace(cut=cut)
+        cut = instruments.cut(now_s, ended.nodes, is_quiet=not is_warmup)
+        if cut is not None:
+            extras = extras._replace(cut=cut)
         last_end_s = self._between.end_s
         is_slow = last_end_s is not None and now_s - last_end_s > _SLOW_STEP_S
         take = intake.values.number  # floats and None need no conversion
@@ -293,8 +287,7 @@ class StepRecorder:
             ended.generations,
         )
         intake.values.flush_if_due(now_s, is_due=is_slow)
-        if self._audit is not None:
-            self._audit.hand_over(note)
+        instruments.hand_over(note)
         self._rows.put(note)
         self.logged += 1
         measuring.add_steps(steps)
@@ -305,13 +298,10 @@ class StepRecorder:
     def begin_next_step(self) -> None:
         """The last thing that `log_step` does: the next step begins, and may be observed as a whole."""
         self.watch.next_begins(self.logged)
-        census = self._census
-        if census is None or self.watch.observer is not None:
-            return
-        if census.wants(self.logged, self._nodes, was_quiet=self._was_quiet):
+        if self.watch.observer is None and self._instruments.wants_pause(self.logged):
             mark = self._clock.moment()
             with hidden_from_modes():
-                took_time = census.between_steps(self.logged)
+                took_time = self._instruments.between_steps(self.logged)
             if took_time:
                 self._clock.pause(mark, "other")
 
@@ -352,18 +342,12 @@ class StepRecorder:
         self.intake.values.flush()
         self.watch.suspend()
         self._measuring.interrupt()
-        if self._census is not None:
-            self._census.interrupt()
-        if self._audit is not None:
-            self._audit.pause()
-        if self._counters is not None:
-            self._counters.restart()
+        self._instruments.interrupt()
         return mark
 
     def resume(self, mark: TimeMark, kind: str, began_s: float) -> None:
         """Continue the step; `kind` is what ran since the mark, which was requested at `began_s`."""
         self._clock.pause(mark, kind)
         self.watch.resume()
-        if self._audit is not None:
-            self._audit.resume()
+        self._instruments.resume()
         self._between.shift(_now_s() - began_s)

@@ -25,11 +25,6 @@ T = TypeVar("T")
 
 HOLD_S = 2 * ROW_EVERY_S
 """After that time, and the time a message takes, a row is released without the figures of the job."""
-SAVE_HOLD_S = 1.0
-"""How long a caller that saves waits for other ranks, from when its own steps are ready on.
-
-Ranks that save as well report at once.
-"""
 _MOST_HELD = 5_000
 _UNKNOWN = "the figures of the job are unknown for some steps"
 

@@ -23,7 +23,6 @@ from ..notices import Notices
 from ..step_note import StepNote
 from ..timing.clock import allow_queries_during_capture
 from ..values.sending import ValueSender
-from .held_rows import SAVE_HOLD_S
 from .rows import Rows
 
 _WAKE_EVERY_S = 3.0
@@ -32,6 +31,11 @@ _ARRIVES_S = 0.2
 _FAILING_S = 1.0
 _POLL_S = 0.005
 _TAKE_DOWN_S = 0.1
+SAVE_HOLD_S = 1.0
+"""How long a caller that saves waits for other ranks, from when its own steps are ready on.
+
+Ranks that save as well report at once.
+"""
 
 
 class RowThread:

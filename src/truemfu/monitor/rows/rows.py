@@ -249,7 +249,7 @@ class Rows:
         self.queue = StepQueue()
         self.reader, self._output, self._rank, self._hardware = reader, output, rank, hardware
         self._device, self._details, self._notices = device, details, notices
-        self._servers = servers
+        self.servers = servers
         self._held: HeldRows[Step] | None = None
         if rank.job is not None:
             self._held = HeldRows(rank, rank.job, notices)
@@ -361,7 +361,7 @@ class Rows:
         row: dict[str, Any] = self._window.medians()
         if self._hardware is not None and self._hardware.latest is not None:
             row |= self._hardware.latest.metrics()
-        row |= self._servers.metrics()
+        row |= self.servers.metrics()
         row["perf/memory_peak_bytes"] = peak_memory_bytes(self._device)
         return row if self._rank.job is None else row | self._rank.job.metrics()
 

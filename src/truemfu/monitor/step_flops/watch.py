@@ -60,6 +60,8 @@ class ObservedKinds:
         self.known: set[Kind] = set()
         self.wants_repeats = True
         """Whether a shape is to be observed twice: no repeated observation has agreed yet."""
+        self.are_outdated = False
+        """Whether the work of a kind has changed, so that those of others may have; set on the row side."""
 
     def add(self, kind: Kind) -> None:
         """A step of this kind was observed."""
@@ -74,6 +76,7 @@ class ObservedKinds:
 
     def clear(self) -> None:
         """The models have changed."""
+        self.are_outdated = False
         self._templates.clear()
         self.known.clear()
 
@@ -171,20 +174,20 @@ class StepWatch:
         hooks: ModelHooks,
     ) -> None:
         self.plan, self.convention = plan, convention
-        self._captures = cuda_captures(convention) if is_enabled else None
-        if self._captures is not None:
-            self._captures.hold()
         self._is_enabled, self._device, self._hooks = is_enabled, device, hooks
         self._observer: StepObserver | None = None
         self._is_whole = False
         self._kinds = ObservedKinds()
-        self._needs_whole_steps = self._is_wanted = self._forgets = False
+        self._needs_whole_steps = self._is_wanted = False
         self.hindrance: str | None = None
         """Why steps that were to be observed were not."""
         self.models = ModelStates(hooks, plan)
         self._forks, self.signals = forks.number, StepSignals()
         self._leave = contextlib.ExitStack()
         if is_enabled:
+            captures = cuda_captures(convention)
+            captures.hold()
+            self._leave.callback(captures.release)
             self._leave.callback(backward_passes.listen(self.signals))
             self._leave.callback(register_optimizer_step_pre_hook(self.signals.optimizer_steps).remove)
 
@@ -204,7 +207,7 @@ class StepWatch:
 
     def observe_again(self) -> None:
         """On the row side: the work of a kind has changed, so what was observed of others may be outdated."""
-        self._forgets = True
+        self._kinds.are_outdated = True
 
     def observe_next_batch(self) -> None:
         """Observe the step that begins with its first forward pass now, whatever is known of it."""
@@ -237,8 +240,7 @@ class StepWatch:
 
     def note_step(self, number: int, kind: Kind, *, is_observed: bool) -> None:
         """The step of this number was of this kind: an unknown one is to be observed later."""
-        if self._forgets:
-            self._forgets = False
+        if self._kinds.are_outdated:
             self._kinds.clear()
         if is_observed:
             self._kinds.add(kind)
@@ -289,9 +291,6 @@ class StepWatch:
         """The run is over, maybe within an observed step."""
         if forks.number == self._forks:
             self.step_ends()
-        if self._captures is not None:
-            self._captures.release()
-            self._captures = None
         self._leave.close()
 
     def forget_models(self) -> None:
