@@ -24,7 +24,7 @@ import pytest
 import torch
 from observed_notes import wait_until_learned
 from tests.monitor.training_clock import TrainingClock
-from tests.waiting import wait_until
+from tests.waiting import rows_so_far, wait_until
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -249,9 +249,12 @@ def test_tensors_inside_objects_are_no_count_of_the_first_batch(tmp_path: Path, 
     rows = trained(tmp_path, model, [partial(model, held(batch)) for batch in batches])
     assert not any("perf/samples_per_second" in row for row in rows)
     assert flops_of(rows[1]) == 2 * 2 * 9 * WIDTH * WIDTH  # it was observed
-    for row in (rows[0], rows[2]):
-        assert "perf/tflops_per_gpu" not in row
-        assert "objects that contain tensors" in row["perf/mfu_unknown"]
+    assert "perf/tflops_per_gpu" not in rows[0]
+    if "perf/tflops_per_gpu" in rows[2]:  # observed too, since the first ones were cheap
+        assert flops_of(rows[2]) == 2 * 2 * 400 * WIDTH * WIDTH
+    for row in rows:
+        is_known = "perf/tflops_per_gpu" in row
+        assert is_known or "objects that contain tensors" in row["perf/mfu_unknown"]
     del batches
     gc.collect()
     assert kept() is None
@@ -686,7 +689,7 @@ def test_trackers_that_hang_cost_nobody_else_a_row(
     monitor = TrainingMonitor(tmp_path, trackers=[hanging, well])
     log_steps(monitor, 1, 60)
     # a busy machine may need more time than the trackers have at the end
-    wait_until(lambda: well.rows == 60 and len(rows_in(tmp_path)) == 60)
+    wait_until(lambda: well.rows == 60 and len(rows_so_far(tmp_path / "training_log.json")) == 60)
     with pytest.warns(TruemfuWarning) as caught:
         monitor.close()
     hanging.go.set()
@@ -803,8 +806,7 @@ def test_a_killed_process_leaves_a_log_that_loads(tmp_path: Path) -> None:
 
 def test_a_process_killed_after_it_counted_has_lost_no_more_than_was_unsaved(tmp_path: Path) -> None:
     ended = process(tmp_path, "time.sleep(600)", layers=80)
-    log = tmp_path / "training_log.json"
-    wait_until(lambda: log.exists() and len(rows_in(tmp_path)) >= 5)
+    wait_until(lambda: len(rows_so_far(tmp_path / "training_log.json")) >= 5)
     ended.kill()
     ended.communicate(timeout=60)
     assert len(rows_in(tmp_path)) >= 5
