@@ -87,7 +87,9 @@ def run_watched(texts: Sequence[str], folder: Path) -> list[dict[str, Any]]:
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", "faults.observed_process", *(str(place.script) for place in places)]
+    filters = [f"-W{option}" for option in sys.warnoptions]  # those of the process that the others fork
+    scripts = [str(place.script) for place in places]
+    command = [sys.executable, *filters, "-m", "faults.observed_process", *scripts]
     with open(folder / "run.err", "wb") as errors:
         subprocess.run(
             [sys.executable, "-m", "truemfu", "run", "-o", str(folder / "run"), "--", *command],
