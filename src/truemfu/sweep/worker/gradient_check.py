@@ -109,8 +109,8 @@ def _check(
     after = dict(model.named_parameters())
     made = {name: (_whole(after[name].detach()) - before[name]) / _LEARNING_RATE for name in expected}
     left = {name: made[name] - value for name, value in expected.items()}
-    norms = {name: value.norm() for name, value in expected.items()}
-    relative_error = max(group.gather(largest_error(left, norms)))
+    lengths = {name: value.norm() for name, value in expected.items()}
+    relative_error = max(group.gather(largest_error(left, lengths)))
     return GradientCheck(
         passed=relative_error <= TOLERANCE,
         relative_error=relative_error,
