@@ -35,6 +35,7 @@ _DRIVER = start_command("truemfu.sweep.launchers.ray_driver")
 _CHECK_TIMEOUT_S = 120.0
 _CONNECT_TIMEOUT_S = 5.0
 _START_TIMEOUT_S = 30.0
+_RESOURCES = {"GPU": "GPUs", "CPU": "CPUs", "memory": "bytes of memory"}
 
 
 class Ray:
@@ -195,6 +196,7 @@ def shortage_of(nodes: Sequence[Mapping[str, float]], request: Request) -> str |
     wanted = {"GPU": request.gpus, "CPU": request.cpus or 1, "memory": request.memory_bytes or 0}
     if any(all(node.get(what, 0) >= much for what, much in wanted.items()) for node in nodes):
         return None
-    most = ", ".join(f"{max((node.get(what, 0) for node in nodes), default=0):g} {what}" for what in wanted)
-    asked = ", ".join(f"{much:g} {what}" for what, much in wanted.items() if much)
+    there = {what: max((node.get(what, 0) for node in nodes), default=0) for what in wanted}
+    asked = ", ".join(f"{much:g} {_RESOURCES[what]}" for what, much in wanted.items() if much)
+    most = ", ".join(f"{much:g} {_RESOURCES[what]}" for what, much in there.items())
     return f"no node can satisfy the request: an experiment requests {asked}; the most a node has is {most}"
