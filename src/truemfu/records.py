@@ -18,6 +18,7 @@ that is a path is rejected.
 from __future__ import annotations
 
 import hashlib
+import sys
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -93,7 +94,9 @@ MAX_INT = 2**63 - 1
 """The largest integer of JSON decoders and torch."""
 Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_INT)]
 CountOrZero = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT)]
-Positive = Annotated[float, msgspec.Meta(gt=0)]
+MAX_FLOAT = sys.float_info.max
+"""All finite numbers are at most this."""
+Positive = Annotated[float, msgspec.Meta(gt=0, le=MAX_FLOAT)]
 
 
 class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,7 +107,7 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     learning_rate: Positive = 1e-4
     max_grad_norm: Positive = 1.0
     """A private trainer scales each sample's gradient down to this norm."""
-    noise_multiplier: Annotated[float, msgspec.Meta(ge=0)] = 1.0
+    noise_multiplier: Annotated[float, msgspec.Meta(ge=0, le=MAX_FLOAT)] = 1.0
     """Standard deviation of the noise, in units of `max_grad_norm`."""
     compile: bool = False
 

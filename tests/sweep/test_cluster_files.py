@@ -79,7 +79,7 @@ def test_what_slurm_says() -> None:
     assert [state.over for state in said.values()] == [False, True, True, False]
     assert [state.waits for state in said.values()] == [False, False, False, True]
     assert said["7_1"].reason == "CANCELLED by 0"
-    assert (said["7_2"].reason, said["7_2"].cause) == ("OUT_OF_MEMORY (OutOfMemory)", "memory")
+    assert (said["7_2"].reason, said["7_2"].status) == ("OUT_OF_MEMORY (OutOfMemory)", Status.HOST_OOM)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from truemfu.errors import ModelError, UsageError
 from truemfu.private import bookkeeping, gradients
+from truemfu.private.check import NAN_RELATIVE_ERROR
 from truemfu.records import GradientCheck, SweepCase
 from truemfu.sweep.sizes import ModelSize
 from truemfu.sweep.trainers.base import (
@@ -26,7 +27,7 @@ from truemfu.sweep.trainers.base import (
 )
 from truemfu.sweep.trainers.standard import StandardTrainer, losses_by_sample, make_optimizer
 from truemfu.sweep.worker import gradient_check_model as model_module
-from truemfu.sweep.worker.gradient_check import NAN_RELATIVE_ERROR, TOLERANCE, check_trainer
+from truemfu.sweep.worker.gradient_check import TOLERANCE, check_trainer
 from truemfu.sweep.worker.models import ReferenceModel, ReferenceOutput
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")

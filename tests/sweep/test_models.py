@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-from truemfu.errors import UsageError
 from truemfu.sweep.worker.models import SIZES, build_reference_model, parameter_count
 
 
@@ -82,8 +81,3 @@ def test_positions_matter_and_any_length_will_do() -> None:
     swapped = model(torch.tensor([[7, 5, 9]])).logits[0, -1]
     assert not torch.allclose(turned, swapped)
     assert model(torch.zeros(1, 3000, dtype=torch.long)).logits.shape == (1, 3000, SIZES["tiny"].vocab)
-
-
-def test_unknown_size_names_the_closest() -> None:
-    with pytest.raises(UsageError, match=r"tiny, small, medium, 1b; got 'smal' \(did you mean 'small'\?\)"):
-        build_reference_model("smal")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from truemfu.sweep.process import WorkerProcess, kernel_oom_kills, kill_leftovers, peak_memory_bytes
+from truemfu.sweep.process import WorkerProcess, kernel_oom_kills, kill_leftovers, memory_of
 
 Start = Callable[[str], WorkerProcess]
 
@@ -170,7 +170,7 @@ def test_the_peak_of_memory_is_seen_while_it_runs(start: Start, tmp_path: Path) 
 def test_a_process_that_is_gone_has_no_peak() -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    assert peak_memory_bytes(gone.pid) is None
+    assert memory_of(gone.pid).get("VmHWM") is None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's counter is in /proc or /sys")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..errors import ModelError, one_line
 from ..flops import is_checkpoint, unwrap
-from ..private.batches import samples_of
+from ..private.batches import samples_of, tensors_of
 from ..private.check import dropouts_of, gradient_error
 from ..private.optimizer import Monitor as StepMonitor
 from ..torch_private.watching import version_of
@@ -136,7 +136,7 @@ class _ForwardPass:
     def _ended(self, model: nn.Module, args: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
             return
-        self._outputs = _tensors(output)
+        self._outputs = list(tensors_of(output))
         self._gradients.clear()
         for place, tensor in enumerate(self._outputs):
             if tensor.requires_grad and not any(tensor is other for other in self._outputs[:place]):
@@ -185,7 +185,7 @@ class _ForwardPass:
         def losses_of(_: nn.Module, part: Any) -> Tensor:
             (args, kwargs), own = part
             with torch.autocast(device, self._autocast, enabled=self._autocast is not None):
-                outputs = _tensors(inner(*args, **kwargs))
+                outputs = list(tensors_of(inner(*args, **kwargs)))
             if any(outputs[place].shape != g.shape for place, g in own.items()):
                 raise ModelError("its model returns tensors of other shapes for a sample alone")
             return torch.stack([(outputs[place] * g).sum() for place, g in own.items()]).sum()
@@ -238,7 +238,7 @@ def _nodes_behind(tensor: Tensor) -> Iterator[Any]:
 
 def _versions(inputs: Any) -> list[int]:
     """Of all tensors, how often each was written in place."""
-    return [version_of(tensor) for part in inputs for tensor in _tensors(part) if not tensor.is_inference()]
+    return [version_of(tensor) for tensor in tensors_of(inputs) if not tensor.is_inference()]
 
 
 @contextmanager
@@ -249,16 +249,6 @@ def _without_hooks(model: Any) -> Iterator[None]:
         yield
     finally:
         model.hooks_enabled = were_enabled
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    """All tensors of a model's output, in order."""
-    if isinstance(output, Tensor):
-        return [output]
-    if not isinstance(output, Mapping | list | tuple):
-        return []
-    inside = output.values() if isinstance(output, Mapping) else output
-    return [tensor for value in inside for tensor in _tensors(value)]
 
 
 def _private_model(parameters: list[Tensor]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -16,7 +16,7 @@ IGNORED = -100
 
 def samples_of(batch: Any) -> int:
     """The first dimension of the batch's first tensor."""
-    found = _first_tensor(batch)
+    found = next((tensor for tensor in tensors_of(batch) if tensor.dim() > 0), None)
     if found is None:
         raise BatchError(
             f"{type(batch).__name__} is no batch of samples: expected tensors, in dicts or lists"
@@ -35,15 +35,13 @@ def cut(batch: Any, samples: int, which: slice) -> Any:
     return batch
 
 
-def _first_tensor(batch: Any) -> Tensor | None:
+def tensors_of(batch: Any) -> Iterator[Tensor]:
+    """All tensors in dicts, lists and tuples, in order."""
     if isinstance(batch, Tensor):
-        return batch if batch.dim() > 0 else None
-    inside: Sequence[Any] = ()
-    if isinstance(batch, Mapping):
-        inside = list(batch.values())
-    elif isinstance(batch, list | tuple):
-        inside = batch
-    return next((found for value in inside if (found := _first_tensor(value)) is not None), None)
+        yield batch
+    elif isinstance(batch, Mapping | list | tuple):
+        for value in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from tensors_of(value)
 
 
 def losses_by_sample(model: Any, batch: Mapping[str, Any]) -> Tensor:

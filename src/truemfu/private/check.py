@@ -11,7 +11,6 @@ whatever the cause, while the loss looks normal.
 
 from __future__ import annotations
 
-import random
 import sys
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,11 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..flops import preserved_random_states
 from .batches import cut, samples_of
 from .gradients import at_least_fp32
 
-SMALLEST_SHARE = 1e-2
+_SMALLEST_SHARE = 1e-2
 """A parameter with less of the whole gradient is compared relative to this share: it is mostly rounding."""
+NAN_RELATIVE_ERROR = sys.float_info.max
+"""The error of a gradient with NaN or infinity: JSON has no infinity."""
 
 _DROPOUTS = (
     *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
@@ -65,14 +67,19 @@ def gradient_error(
             scale = (max_grad_norm / norm).clamp(max=1.0)
             for name, gradient in own.items():
                 left[name] -= gradient * scale.to(gradient.dtype)
-        whole = torch.stack(list(norms.values())).norm()
-        errors = [
-            left[name].norm(dtype=at_least_fp32(left[name]))
-            / torch.maximum(norm, SMALLEST_SHARE * whole).clamp(min=torch.finfo(norm.dtype).tiny)
-            for name, norm in norms.items()
-        ]
-        worst = torch.stack(errors).max().item()
-    return worst if worst < sys.float_info.max else sys.float_info.max  # NaN and infinity too
+        return largest_error(left, norms)
+
+
+def largest_error(left: Mapping[str, Tensor], norms: Mapping[str, Tensor]) -> float:
+    """The largest norm of what is left of a gradient, relative to the norm that it should have."""
+    whole = torch.stack(list(norms.values())).norm()
+    errors = [
+        left[name].norm(dtype=at_least_fp32(left[name]))
+        / torch.maximum(norm, _SMALLEST_SHARE * whole).clamp(min=torch.finfo(norm.dtype).tiny)
+        for name, norm in norms.items()
+    ]
+    worst = torch.stack(errors).max().item()
+    return worst if worst < NAN_RELATIVE_ERROR else NAN_RELATIVE_ERROR
 
 
 @contextmanager
@@ -98,27 +105,16 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     """Without dropout and in full fp32 inside; everything that a pass may change is as before afterwards."""
     gradients = {parameter: parameter.grad for parameter in model.parameters()}
     buffers = {buffer: buffer.clone() for buffer in model.buffers()}
-    devices = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
-    products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     registered = [(module, dict(module._buffers)) for module in model.modules()]
-    state, numpy = random.getstate(), sys.modules.get("numpy")
-    numpy_state = None if numpy is None else numpy.random.get_state()
     dropouts = list(dropouts_of(model))
-    with torch.random.fork_rng(devices=sorted(devices)):
+    with preserved_random_states(), full_fp32():
         try:
-            torch.set_float32_matmul_precision("highest")
-            torch.backends.cudnn.allow_tf32 = False
             for module, name, _ in dropouts:
                 setattr(module, name, 0.0)
             yield
         finally:
             for module, name, value in dropouts:
                 setattr(module, name, value)
-            torch.set_float32_matmul_precision(products)
-            torch.backends.cudnn.allow_tf32 = convolutions
-            random.setstate(state)
-            if numpy is not None:
-                numpy.random.set_state(numpy_state)
             for owner, before in registered:
                 owner._buffers.clear()
                 owner._buffers.update(before)
@@ -127,6 +123,19 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
                     buffer.copy_(kept)
             for parameter, gradient in gradients.items():
                 parameter.grad = gradient
+
+
+@contextmanager
+def full_fp32() -> Iterator[None]:
+    """Products and convolutions in fp32 are not rounded to TF32 inside."""
+    products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(products)
+        torch.backends.cudnn.allow_tf32 = convolutions
 
 
 def dropouts_of(model: nn.Module) -> Iterator[tuple[nn.Module, str, float]]:

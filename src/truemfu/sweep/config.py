@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from msgspec import field
 from ..convention import Attention
 from ..errors import UsageError, brief, closest
 from ..plain_files import read_given
-from ..records import CaseSettings, Count, CountOrZero, Positive
+from ..records import MAX_FLOAT, CaseSettings, Count, CountOrZero, Positive
 from ..text import shortened
 from .content_hash import find_module, is_path
 from .launchers.settings import ClusterSettings, check_settings
@@ -88,14 +87,6 @@ FIELDS = tuple(entry.encode_name for entry in msgspec.structs.fields(SweepConfig
 """The keys of profiling_config.json."""
 
 _AXES = ("trainers", "batch_sizes", "seq_lengths", "model_sizes", "dtypes", "gpus_per_experiment")
-_FINITE = (
-    "learning_rate",
-    "max_grad_norm",
-    "noise_multiplier",
-    "max_timed_s",
-    "timeout_s",
-    "memory_limit_gib",
-)
 
 
 def load_config(path: Path | str) -> SweepConfig:
@@ -179,6 +170,7 @@ def _invalid_value(values: Mapping[str, Any], error: msgspec.ValidationError) ->
     }
     known = rf"\b({'|'.join(words)})\b"
     expected_type = re.sub(known, lambda match: words[match[0]], expected_type)
+    expected_type = expected_type.replace(f"a number <= {MAX_FLOAT!r}", "a finite number")
     return UsageError(f"{key} must be {expected_type.replace('|', 'or')}; got {brief(got)}")
 
 
@@ -202,9 +194,6 @@ def _check(config: SweepConfig) -> None:
     _check_one_of("launcher", config.launcher, LAUNCHERS)
     check_settings(config.cluster)
     _check_parallel(config)
-    for name in _FINITE:
-        if math.isinf(getattr(config, name) or 0.0):
-            raise UsageError(f"{name} must be a finite number; got {getattr(config, name)}")
     if config.max_steps < config.min_steps:
         raise UsageError(f"max_steps ({config.max_steps}) must not be below min_steps ({config.min_steps})")
 

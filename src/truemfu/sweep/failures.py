@@ -2,7 +2,7 @@
 
     it raised                                  status_of          asked by its worker
     its process ended without a result         status_of_exit     asked by its supervisor
-    its job on a cluster ended without one     status_of_job      asked by the sweep that submitted it
+    its job on a cluster ended without one     the engine reports it (`launchers/jobs.py: JobState`)
 
 torch is imported only to judge an error, in a worker, which has it: a supervisor starts without.
 """
@@ -92,11 +92,6 @@ def status_of_exit(end: WorkerEnd, log_tail: Sequence[str], folder: Path) -> tup
     if _disk_is_full(folder):
         last += f"; the disk of {folder} is full: {os.strerror(errno.ENOSPC)}"
     return Status.ERROR, f"exited with code {end.exit_code} {where} without a result{last}"
-
-
-def status_of_job(cause: str | None) -> Status:
-    """The status of an experiment whose job ended without a result; `cause` as in `jobs.JobState`."""
-    return {"memory": Status.HOST_OOM, "time": Status.TIMEOUT}.get(cause or "", Status.LOST)
 
 
 def _with_causes(error: BaseException) -> Iterator[BaseException]:

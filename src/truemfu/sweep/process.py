@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -115,7 +116,7 @@ class WorkerProcess:
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for it at most this long; whether it has ended."""
-        found = peak_memory_bytes(self.pid)
+        found = memory_of(self.pid).get("VmHWM")
         if found is not None:
             self.peak_bytes = max(found, self.peak_bytes or 0)
         try:
@@ -169,16 +170,16 @@ def _content(file: int) -> bytes:
         return opened.read()
 
 
-def peak_memory_bytes(pid: int) -> int | None:
-    """Peak resident memory of a process (VmHWM); None if it has ended or there is no /proc."""
+def memory_of(pid: int) -> dict[str, int]:
+    """The amounts of memory in /proc/<pid>/status in bytes; none if it has ended or there is no /proc.
+
+    `VmHWM` is the peak of its resident memory.
+    """
     try:
-        status = (_PROC / str(pid) / "status").read_text()
+        status = (_PROC / str(pid) / "status").read_text(encoding="ascii", errors="replace")
     except OSError:
-        return None
-    for line in status.splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return None
+        return {}
+    return {name: int(kib) * 1024 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB$", status, re.MULTILINE)}
 
 
 def kill_leftovers(token: str) -> list[int]:

@@ -41,13 +41,14 @@ def parse_address(text: str, what: str, *, port: int | None = None) -> tuple[str
     return (found["host"] or LOOPBACK).strip("[]"), int(found["port"])
 
 
-class MetricsServer(socketserver.TCPServer):
+class MetricsServer(socketserver.ThreadingTCPServer):
     """Serves the metrics of a registry of prometheus_client from a daemon thread, until `close`.
 
     Port 0 is any free one. An address or port that is not available is an OSError.
     """
 
-    allow_reuse_address = True
+    allow_reuse_address = daemon_threads = True
+    block_on_close = False
     request_queue_size = MOST_CONNECTIONS
 
     def __init__(
@@ -97,13 +98,14 @@ class MetricsServer(socketserver.TCPServer):
             self._slots.acquire()
         with self._lock:
             self._open[request] = self._clock() + REQUEST_LIMIT_S
-        thread = threading.Thread(
-            target=self._answer, args=(request, client_address), name="truemfu-scrape", daemon=True
-        )
-        try:
-            thread.start()
-        except RuntimeError:  # no more threads
-            self._leave(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Called when a connection was answered, or if no thread could be started for it."""
+        with self._lock:
+            del self._open[request]
+        super().shutdown_request(request)
+        self._slots.release()
 
     def service_actions(self) -> None:
         """Called twice a second, and after each connection."""
@@ -111,20 +113,6 @@ class MetricsServer(socketserver.TCPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Nothing: a broken connection is not reported on the run's terminal."""
-
-    def _answer(self, request: socket.socket, client_address: Any) -> None:
-        try:
-            self.finish_request(request, client_address)
-        except Exception:
-            self.handle_error(request, client_address)
-        finally:
-            self._leave(request)
-
-    def _leave(self, request: socket.socket) -> None:
-        with self._lock:
-            del self._open[request]
-        self.shutdown_request(request)
-        self._slots.release()
 
     def _end_oldest(self) -> None:
         with self._lock:

@@ -12,7 +12,6 @@ What cannot be read (another vendor, no driver, no nvidia-ml-py) is None, with t
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,7 +20,7 @@ from ...errors import CounterError
 from ..counters.cycle_stamps import CycleStamps, Stamp
 from ..counters.nvml import NvmlSource
 from ..counters.samples import CounterSample, CounterSource, find_gpu
-from ..counters.windows import GPM_LAG_S, fault_of
+from ..counters.windows import GPM_LAG_S, fault_of, last_of, mean_of, throttle_of
 
 if TYPE_CHECKING:
     import torch
@@ -117,24 +116,13 @@ def conditions_of(runs: Sequence[Run], loaded_s: float) -> Conditions:
     The clock is the mean over the time of the runs. The driver's own clock and the throttle reasons are means
     of its readings; power is the last reading, once it represents the load.
     """
-    clocked = [(run.clock_hz, run.seconds) for run in runs if run.clock_hz is not None]
     samples = [run.sample for run in runs if run.sample is not None]
-    reported_hz = [sample.sm_clock_hz for sample in samples if sample.sm_clock_hz is not None]
-    powers_w = [sample.power_w for sample in samples if sample.power_w is not None]
-    limits_w = [sample.power_limit_w for sample in samples if sample.power_limit_w is not None]
-    reported_reasons = [sample.throttle_reasons for sample in samples if sample.throttle_reasons is not None]
-    reasons = sorted({reason for reasons in reported_reasons for reason in reasons})
     return Conditions(
-        clock_hz=sum(hz * s for hz, s in clocked) / sum(s for _, s in clocked) if clocked else None,
-        reported_clock_hz=statistics.fmean(reported_hz) if reported_hz else None,
-        power_w=powers_w[-1] if powers_w and loaded_s >= POWER_MEAN_S else None,
-        power_limit_w=limits_w[-1] if limits_w else None,
-        throttle={
-            reason: sum(reason in one for one in reported_reasons) / len(reported_reasons)
-            for reason in reasons
-        }
-        if reported_reasons
-        else None,
+        clock_hz=mean_of([run.clock_hz for run in runs], [run.seconds for run in runs]),
+        reported_clock_hz=mean_of([sample.sm_clock_hz for sample in samples], [1.0] * len(samples)),
+        power_w=last_of(samples, "power_w") if loaded_s >= POWER_MEAN_S else None,
+        power_limit_w=last_of(samples, "power_limit_w"),
+        throttle=throttle_of(samples),
     )
 
 

@@ -17,15 +17,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePath
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from ...errors import CounterError, NvmlMissing, warn_once
 from .gpm import NEVER, Compared, Gpm
 from .samples import CounterSample, GpuInfo, GpuProcess
-
-T = TypeVar("T")
 
 _THROTTLE_BITS: Mapping[int, str] = MappingProxyType(
     {
@@ -135,14 +133,13 @@ class _Gpu:
     def read(self) -> CounterSample:
         if self._lost is not None:
             raise CounterError(self._lost)
-        nvml, handle = self._nvml, self._handle
         at_s = self._clock()
         try:
             activity = self._read_gpm(at_s)
             if activity is None:
                 return CounterSample(index=self._index, at_s=at_s, fresh=False)
-            clock_mhz = self._query("clock", lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))
-            power_mw = self._query("power", lambda: nvml.nvmlDeviceGetPowerUsage(handle))
+            clock_mhz = self._query("clock", "nvmlDeviceGetClockInfo", self._nvml.NVML_CLOCK_SM)
+            power_mw = self._query("power", "nvmlDeviceGetPowerUsage")
             return CounterSample(
                 index=self._index,
                 at_s=at_s,
@@ -165,13 +162,12 @@ class _Gpu:
             self._gpm = None
 
     def _describe(self) -> GpuInfo:
-        nvml, handle = self._nvml, self._handle
-        memory = self._query("memory", lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
-        clock_mhz = self._query("max", lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM))
+        memory = self._query("memory", "nvmlDeviceGetMemoryInfo")
+        clock_mhz = self._query("max", "nvmlDeviceGetMaxClockInfo", self._nvml.NVML_CLOCK_SM)
         return GpuInfo(
             index=self._index,
-            name=self._query("name", lambda: str(nvml.nvmlDeviceGetName(handle))) or "unknown",
-            uuid=self._query("uuid", lambda: str(nvml.nvmlDeviceGetUUID(handle))),
+            name=self._query("name", "nvmlDeviceGetName") or "unknown",
+            uuid=self._query("uuid", "nvmlDeviceGetUUID"),
             memory_total_bytes=None if memory is None else int(memory.total),
             max_sm_clock_hz=_times(clock_mhz, 1e6),
             driver=self._driver,
@@ -180,7 +176,7 @@ class _Gpu:
     def _open_gpm(self) -> Gpm | None:
         """The counters, or None and `_no_gpm_reason`."""
         nvml, handle = self._nvml, self._handle
-        mig = self._query("mig", lambda: nvml.nvmlDeviceGetMigMode(handle))
+        mig = self._query("mig", "nvmlDeviceGetMigMode")
         if mig is not None and mig[0] == nvml.NVML_DEVICE_MIG_ENABLE:
             self._no_gpm_reason = "no activity counters: MIG is on, and counters of slices are not supported"
             return None
@@ -216,12 +212,9 @@ class _Gpu:
             return Compared()
 
     def _throttle_reasons(self) -> tuple[str, ...] | None:
-        nvml, handle = self._nvml, self._handle
-        mask = self._query("reasons", lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
+        mask = self._query("reasons", "nvmlDeviceGetCurrentClocksEventReasons")
         if mask is None:  # its name before driver 535
-            mask = self._query(
-                "reasons before", lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
-            )
+            mask = self._query("reasons before", "nvmlDeviceGetCurrentClocksThrottleReasons")
         return None if mask is None else tuple(name for bit, name in _THROTTLE_BITS.items() if mask & bit)
 
     def _slow_values(self, at_s: float) -> Mapping[str, Any]:
@@ -230,10 +223,9 @@ class _Gpu:
             read_at_s, values = self._slow
             if 0 <= at_s - read_at_s < _SLOW_S:
                 return values
-        nvml, handle = self._nvml, self._handle
-        memory = self._query("memory", lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
-        rates = self._query("utilisation", lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
-        limit_mw = self._query("power limit", lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle))
+        memory = self._query("memory", "nvmlDeviceGetMemoryInfo")
+        rates = self._query("utilisation", "nvmlDeviceGetUtilizationRates")
+        limit_mw = self._query("power limit", "nvmlDeviceGetEnforcedPowerLimit")
         values = {
             "memory_used_bytes": None if memory is None else int(memory.used),
             "gpu_utilisation": None if rates is None else rates.gpu / 100,
@@ -243,12 +235,11 @@ class _Gpu:
         self._slow = at_s, values
         if not self._energy:
             return values
-        energy_mj = self._query("energy", lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle))
+        energy_mj = self._query("energy", "nvmlDeviceGetTotalEnergyConsumption")
         return {**values, "energy_j": _times(energy_mj, 1e-3)}
 
     def _processes(self) -> tuple[GpuProcess, ...] | None:
-        nvml, handle = self._nvml, self._handle
-        found = self._query("processes", lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle))
+        found = self._query("processes", "nvmlDeviceGetComputeRunningProcesses")
         if found is None:
             return None
         # A name is queried once in the life of a process; an id that reappears is another process.
@@ -271,12 +262,12 @@ class _Gpu:
             return None  # another user's, ended by now, or truncated inside a character
         return PurePath(words[0]).name if words else None
 
-    def _query(self, what: str, call: Callable[[], T]) -> T | None:
-        """The value; None without one. An unsupported query is not repeated."""
+    def _query(self, what: str, function: str, *arguments: Any) -> Any:
+        """What NVML returns for this GPU; None without a value. An unsupported query is not repeated."""
         if what in self._unsupported:
             return None
         try:
-            return call()
+            return getattr(self._nvml, function)(self._handle, *arguments)
         except AttributeError:  # the Python module is older than the call
             self._unsupported.add(what)
         except self._nvml.NVMLError as problem:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from ...errors import CounterError
-from .samples import ACTIVITIES, FASTEST_CLOCK_HZ, CounterSample, CounterWindow, Cycles, GpuInfo
+from .samples import ACTIVITIES, FASTEST_CLOCK_HZ, CounterSample, CounterWindow, Cycles, GpuInfo, Readings
 
 GPM_LAG_S = 0.1
 """The values of a read are up to this old.
@@ -71,7 +71,7 @@ def interval_of(before: CounterSample, after: CounterSample, gpu: GpuInfo) -> Co
         memory_used_bytes=after.memory_used_bytes,
         memory_total_bytes=gpu.memory_total_bytes,
         gpu_utilisation=after.gpu_utilisation,
-        throttle=_throttle(before.throttle_reasons, after.throttle_reasons),
+        throttle=throttle_of((before, after)),
         processes=after.processes,
         **{name: getattr(after, name) for name in ACTIVITIES},
     )
@@ -112,9 +112,9 @@ def combine(windows: Iterable[CounterWindow]) -> CounterWindow | None:
     clocks = [part.sm_clock_hz for part in parts]
     cycles = [s * clock for s, clock in zip(seconds, clocks, strict=True) if clock]
     weights = cycles if len(cycles) == len(parts) else seconds
-    last = {name: _last(parts, name) for name in _LAST_KNOWN}
+    last = {name: last_of(parts, name) for name in _LAST_KNOWN}
     shares: dict[str, Any] = {
-        name: _mean([getattr(part, name) for part in parts], seconds if name in _BY_TIME else weights)
+        name: mean_of([getattr(part, name) for part in parts], seconds if name in _BY_TIME else weights)
         for name in ACTIVITIES
     }
     return CounterWindow(
@@ -124,10 +124,10 @@ def combine(windows: Iterable[CounterWindow]) -> CounterWindow | None:
         seconds=sum(seconds),
         intervals=sum(part.intervals for part in parts),
         cycles=_cycles_together([part.cycles for part in parts]),
-        sm_clock_hz=_mean(clocks, seconds),
-        power_w=_mean([part.power_w for part in parts], seconds),
+        sm_clock_hz=mean_of(clocks, seconds),
+        power_w=mean_of([part.power_w for part in parts], seconds),
         energy_j=_energy(parts),
-        gpu_utilisation=_mean([part.gpu_utilisation for part in parts], seconds),
+        gpu_utilisation=mean_of([part.gpu_utilisation for part in parts], seconds),
         throttle=_throttle_together(parts),
         **last,
         **shares,
@@ -178,7 +178,8 @@ def _middle(before: float | None, after: float | None) -> float | None:
     return after if before is None else before if after is None else (before + after) / 2
 
 
-def _mean(values: Sequence[float | None], weights: Sequence[float]) -> float | None:
+def mean_of(values: Sequence[float | None], weights: Sequence[float]) -> float | None:
+    """The weighted mean of the known values."""
     known = [(value, weight) for value, weight in zip(values, weights, strict=True) if value is not None]
     total = sum(weight for _, weight in known)
     return sum(value * weight for value, weight in known) / total if total else None
@@ -192,16 +193,18 @@ def _energy(parts: Sequence[CounterWindow]) -> float | None:
     return sum(energy_j for energy_j, _ in known) * (seconds / known_s)
 
 
-def _last(parts: Sequence[CounterWindow], name: str) -> Any:
+def last_of(parts: Sequence[Readings], name: str) -> Any:
+    """The last known value of this name."""
     return next((value for part in reversed(parts) if (value := getattr(part, name)) is not None), None)
 
 
-def _throttle(before: tuple[str, ...] | None, after: tuple[str, ...] | None) -> dict[str, float] | None:
-    ends = [end for end in (before, after) if end is not None]
-    if not ends:
+def throttle_of(samples: Iterable[CounterSample]) -> dict[str, float] | None:
+    """The share of the samples with each throttle reason; None if it was never read."""
+    read = [sample.throttle_reasons for sample in samples if sample.throttle_reasons is not None]
+    if not read:
         return None
-    reasons = sorted({reason for end in ends for reason in end})
-    return {reason: sum(reason in end for end in ends) / len(ends) for reason in reasons}
+    reasons = sorted({reason for one in read for reason in one})
+    return {reason: sum(reason in one for one in read) / len(read) for reason in reasons}
 
 
 def _throttle_together(parts: Sequence[CounterWindow]) -> dict[str, float] | None:

@@ -16,7 +16,7 @@ the pipe too, and some with products run below the usual rate of their dtype. On
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -103,13 +103,10 @@ def audit_of(launches: Sequence[KernelLaunch], count: StepCount | None = None) -
         launches = [launch for launch in launches if launch.process_id == own]
     works = _launch_works(launches, count)
     by_name: dict[str, list[_LaunchWork]] = defaultdict(list)
-    by_dtype: dict[str, int] = defaultdict(int)
     by_kind: dict[str, int] = defaultdict(int)
     for work in works:
         by_name[work.launch.name].append(work)
-        for dtype, amount in (work.flops or {}).items():
-            by_dtype[dtype] += amount
-            by_kind[work.kind] += amount
+        by_kind[work.kind] += work.executed or 0
     kernels = [_kernel(of_one_name) for of_one_name in by_name.values()]
     products = [work for work in works if work.kind == "matmul" and work.executed]
     found = [work.executed - work.needed for work in products if work.executed and work.needed]
@@ -128,7 +125,7 @@ def audit_of(launches: Sequence[KernelLaunch], count: StepCount | None = None) -
         launches=len(launches),
         unmeasured_launches=unmeasured,
         executed_flops=_sum([kernel.executed_flops for kernel in kernels]),
-        executed_by_dtype={dtype: amount for dtype, amount in by_dtype.items() if amount},
+        executed_by_dtype=_flops_by_dtype(works),
         executed_by_kind={kind: amount for kind, amount in by_kind.items() if amount},
         counted_by_kind=dict(counted),
         expected_by_kind={} if count is None else _expected(count, counted, tile_flops or 0),
@@ -190,11 +187,7 @@ def _most_first(kernel: KernelWork) -> tuple[int, int, str]:
 
 
 def _kernel(works: Sequence[_LaunchWork]) -> KernelWork:
-    by_dtype: dict[str, int] = defaultdict(int)
-    for work in works:
-        for dtype, amount in (work.flops or {}).items():
-            by_dtype[dtype] += amount
-    done = {dtype: amount for dtype, amount in sorted(by_dtype.items()) if amount}
+    done = _flops_by_dtype(works)
     launches = [work.launch for work in works]
     executed = _sum([work.executed for work in works])
     active = _sum([launch.metrics.get(PIPE_METRIC) for launch in launches])
@@ -217,6 +210,12 @@ def _kernel(works: Sequence[_LaunchWork]) -> KernelWork:
         share_of_usual_rate=share,
         is_below_usual_rate=share is not None and share < _AT_RATE,
     )
+
+
+def _flops_by_dtype(works: Sequence[_LaunchWork]) -> dict[str, int]:
+    """What these launches executed, by dtype; those without work are left out."""
+    by_dtype = sum((Counter(work.flops) for work in works), Counter())
+    return dict(sorted(by_dtype.items()))
 
 
 def _usual_rate(compute_capability: str | None, flops_by_dtype: Mapping[str, int]) -> float | None:

@@ -28,7 +28,7 @@ import msgspec
 
 from ... import plain_files
 from ...errors import RecordError
-from ...records import read_record
+from ...records import Status, read_record
 from ..order import WorkerOrder
 from .settings import ClusterSettings, Request
 
@@ -73,8 +73,8 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     """It waits for its start, or, if it was claimed, to be started again: its only run is over."""
     reason: str
     """In the engine's own words."""
-    cause: str | None = None
-    """memory or time, where the engine ended it for that."""
+    status: Status = Status.LOST
+    """Of an experiment that leaves no result; not lost where the engine ended it for its memory or time."""
 
 
 _SUFFIX_OF: dict[type, str] = {

@@ -24,10 +24,11 @@ import msgspec
 
 from ... import plain_files
 from ...errors import one_line
+from ...records import Status
 from ..order import WorkerOrder
 from .engine import ENGINE_JOB_VARIABLE, NODE_AGENT, submit_environment
 from .jobs import JobsFolder, JobState
-from .ray_engine import driver_pid, lock_path
+from .ray_engine import driver_pid, lock_path, shortage_of
 from .settings import Request
 
 _WAIT_S = 1.0
@@ -59,7 +60,7 @@ def _keep(jobs: JobsFolder, stop: threading.Event) -> int:
     ray = _connected(batch.settings.ray_address)
     present = jobs.listing()
     waiting = [n for n in range(len(batch.names)) if n in present[".order"] and n not in present[".claim"]]
-    shortage = _shortage(ray, batch.request)
+    shortage = shortage_of(_resources(ray), batch.request)
     if shortage is not None:  # Ray would keep the tasks waiting for ever
         for number in waiting:
             jobs.write(number, JobState(over=True, reason=shortage))
@@ -144,16 +145,16 @@ def _task(ray: Any, request: Request) -> Any:
 
 def _note(ray: Any, jobs: JobsFolder, number: int, reference: Any) -> None:
     """Write down what Ray says of a task, unless its experiment has been collected."""
-    cause = None
+    status = Status.LOST
     try:
         code = ray.get(reference)
         reason = f"its Ray task has ended, and its node agent exited with code {code}"
     except Exception as error:
         reason = one_line(error)
         if isinstance(error, ray.exceptions.OutOfMemoryError):
-            cause = "memory"
+            status = Status.HOST_OOM
     if jobs.read(number, WorkerOrder) is not None:
-        jobs.write(number, JobState(over=True, reason=reason, cause=cause))
+        jobs.write(number, JobState(over=True, reason=reason, status=status))
 
 
 def _cancel(ray: Any, left: list[Any]) -> None:
@@ -169,7 +170,7 @@ def _check(address: str, request: Request) -> int:
     """0 if some node has that much; else the reason is the last line of standard output."""
     try:
         ray = _connected(address)
-        shortage = _shortage(ray, request)
+        shortage = shortage_of(_resources(ray), request)
         ray.shutdown()
     except Exception as error:
         print(f"Ray at {address} does not answer: {one_line(error)}")
@@ -179,15 +180,9 @@ def _check(address: str, request: Request) -> int:
     return 0 if shortage is None else 2
 
 
-def _shortage(ray: Any, request: Request) -> str | None:
-    """Why no node can satisfy a request; None if one can."""
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    wanted = {"GPU": request.gpus, "CPU": request.cpus or 1, "memory": request.memory_bytes or 0}
-    if any(all(node.get(what, 0) >= much for what, much in wanted.items()) for node in nodes):
-        return None
-    most = ", ".join(f"{max((node.get(what, 0) for node in nodes), default=0):g} {what}" for what in wanted)
-    asked = ", ".join(f"{much:g} {what}" for what, much in wanted.items() if much)
-    return f"no node can satisfy the request: an experiment requests {asked}; the most a node has is {most}"
+def _resources(ray: Any) -> list[dict[str, float]]:
+    """What each node of the cluster has."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
 def start() -> NoReturn:

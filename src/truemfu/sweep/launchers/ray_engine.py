@@ -35,6 +35,7 @@ _DRIVER = start_command("truemfu.sweep.launchers.ray_driver")
 _CHECK_TIMEOUT_S = 120.0
 _CONNECT_TIMEOUT_S = 5.0
 _START_TIMEOUT_S = 30.0
+_RESOURCES = {"GPU": "GPUs", "CPU": "CPUs", "memory": "bytes of memory"}
 
 
 class Ray:
@@ -55,7 +56,9 @@ class Ray:
             raise UsageError("launcher ray needs Ray, which is not installed: pip install 'truemfu[ray]'")
         address = self._settings.ray_address
         if address is None:
-            _check_machine(request)
+            shortage = shortage_of([_resources_here()], request)
+            if shortage is not None:
+                raise UsageError(shortage)
             return
         _check_answers(address)
         try:
@@ -182,17 +185,18 @@ def _check_answers(address: str) -> None:
         ) from None
 
 
-def _check_machine(request: Request) -> None:
+def _resources_here() -> dict[str, float]:
     """A local Ray has what this machine has."""
-    gpus, cpus = len(visible_gpus()), os.cpu_count() or 1
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for what, wanted, there in (
-        ("GPUs", request.gpus, gpus),
-        ("CPUs", request.cpus or 1, cpus),
-        ("bytes of memory", request.memory_bytes or 0, memory_bytes),
-    ):
-        if wanted > there:
-            raise UsageError(
-                f"no node can satisfy the request: an experiment requests {wanted} {what}, and a local Ray "
-                f"on this machine has {there}"
-            )
+    return {"GPU": len(visible_gpus()), "CPU": os.cpu_count() or 1, "memory": memory_bytes}
+
+
+def shortage_of(nodes: Sequence[Mapping[str, float]], request: Request) -> str | None:
+    """Why no node can satisfy a request, by the resources of each as Ray names them; None if one can."""
+    wanted = {"GPU": request.gpus, "CPU": request.cpus or 1, "memory": request.memory_bytes or 0}
+    if any(all(node.get(what, 0) >= much for what, much in wanted.items()) for node in nodes):
+        return None
+    there = {what: max((node.get(what, 0) for node in nodes), default=0) for what in wanted}
+    asked = ", ".join(f"{much:g} {_RESOURCES[what]}" for what, much in wanted.items() if much)
+    most = ", ".join(f"{much:g} {_RESOURCES[what]}" for what, much in there.items())
+    return f"no node can satisfy the request: an experiment requests {asked}; the most a node has is {most}"

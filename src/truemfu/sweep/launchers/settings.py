@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta, field
 
 from ...errors import UsageError, brief
+from ...records import MAX_FLOAT, Positive
 
 _MAX_INT = 2**31 - 1
 _Count = Annotated[int, Meta(ge=1, le=_MAX_INT)]
@@ -30,7 +30,7 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     gpus: Annotated[int, Meta(ge=0, le=_MAX_INT)] | None = None
     """None: as many as the experiment uses, one on cuda and none on cpu."""
     cpus: _Count | None = None
-    memory_gib: Annotated[float, Meta(gt=0)] | None = None
+    memory_gib: Positive | None = None
     """Host memory; the engine may end an experiment that uses more."""
     max_jobs: _Count | None = None
     """At most this many experiments at a time."""
@@ -40,7 +40,7 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Further options of sbatch, one each: `--constraint=h200`."""
     ray_address: str | None = None
     """`host:port` of a Ray cluster, or `auto`; None: a local one is started for the sweep."""
-    stale_view_s: Annotated[float, Meta(ge=0)] = 60.0
+    stale_view_s: Annotated[float, Meta(ge=0, le=MAX_FLOAT)] = 60.0
     """How long files of another node may stay invisible here: so long a result is awaited after its job."""
 
 
@@ -71,9 +71,6 @@ def request_of(settings: ClusterSettings, device: str, timeout_s: float, gpus: i
 
 def check_settings(settings: ClusterSettings) -> None:
     """Checks beyond types; a UsageError in one line."""
-    for name in ("memory_gib", "stale_view_s"):
-        if math.isinf(getattr(settings, name) or 0.0):
-            raise UsageError(f"cluster.{name} must be a finite number; got {getattr(settings, name)}")
     for name in ("partition", "account", "ray_address"):
         value = getattr(settings, name)
         if value is not None and (not value.strip() or not value.isprintable()):

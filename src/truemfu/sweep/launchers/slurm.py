@@ -18,6 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from ...errors import UsageError
+from ...records import Status
 from ...text import on_one_line, ranges, shortened
 from .engine import ENGINE_JOB_VARIABLE, NODE_AGENT, submit_environment
 from .jobs import Batch, JobsFolder, JobState
@@ -28,7 +29,7 @@ _COMMAND_TIMEOUT_S = 120.0
 _WAITING = "PENDING REQUEUED REQUEUE_FED REQUEUE_HOLD SPECIAL_EXIT RESV_DEL_HOLD".split()
 _STARTED = "RUNNING SUSPENDED COMPLETING CONFIGURING RESIZING STAGE_OUT SIGNALING STOPPED".split()
 _UNKNOWN = JobState(over=True, reason="the job is no longer in Slurm's queue, and not in its accounting")
-_CAUSES = {"OUT_OF_MEMORY": "memory", "TIMEOUT": "time", "DEADLINE": "time"}
+_STATUSES = {"OUT_OF_MEMORY": Status.HOST_OOM, "TIMEOUT": Status.TIMEOUT, "DEADLINE": Status.TIMEOUT}
 
 
 class Slurm:
@@ -153,7 +154,8 @@ def _state(state: str, reason: str) -> JobState:
     told = "" if reason in ("", "None", "(null)") else f" ({reason})"
     waits = kind in _WAITING
     over = not waits and kind not in _STARTED
-    return JobState(over=over, waits=waits, reason=f"{state}{told}", cause=_CAUSES.get(kind))
+    status = _STATUSES.get(kind, Status.LOST)
+    return JobState(over=over, waits=waits, reason=f"{state}{told}", status=status)
 
 
 def _ask(command: Sequence[str], unknown: str | None = None) -> str | None:

@@ -25,7 +25,6 @@ from ...errors import UsageError
 from ...records import OUT_OF_MEMORY, CaseResult, Status
 from ...text import counted
 from ..config import SweepConfig
-from ..failures import status_of_job
 from ..launchers.jobs import Batch, Claim, JobsFolder, JobState
 from ..launchers.settings import request_of
 from ..order import WorkerOrder, last_phase, read_progress
@@ -232,15 +231,14 @@ class ClusterRun:
         end_on_this_host(self._folder, name, claim)
         printed = last_lines(found.jobs.output(number))[-1:]
         tail = last_lines(self._folder.log(name)) if claim.at_s else []
-        status = status_of_job(job_state.cause)
         where = f"on {claim.host}" if claim.at_s else "before it started"
         result = without_answer(
             self._folder,
             order,
-            status,
+            job_state.status,
             f"its job ended {where}; {self._engine.name}: {job_state.reason}",
             log_tail=tail or printed,
-            wall_s=found.batch.time_limit_s if status is Status.TIMEOUT else None,  # at least
+            wall_s=found.batch.time_limit_s if job_state.status is Status.TIMEOUT else None,  # at least
             began_at_s=claim.at_s or None,
         )
         self._finish(found, number, save(self._folder, result), state)

@@ -9,6 +9,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ... import plain_files
@@ -31,19 +32,13 @@ class LocalRun:
         self._slots_by_gpus = slots_by_gpus
         self._pending: deque[str] = deque()
         self._lock = threading.Lock()
-        self._failure: BaseException | None = None
 
     def run(self, pending: Sequence[str]) -> None:
         """Run these experiments."""
         for gpus, slots in self._slots_by_gpus.items():
             self._pending.extend(name for name in pending if self._state.cases[name].gpus == gpus)
-            threads = [threading.Thread(target=self._serve, args=(slot,), name=slot.name) for slot in slots]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            if self._failure is not None:
-                raise self._failure
+            with ThreadPoolExecutor(len(slots)) as threads:
+                list(threads.map(self._serve, slots))
 
     def probe(self, case: SweepCase) -> CaseResult:
         """The result of a few steps of a case in a fresh worker: do they fit in memory?"""
@@ -66,10 +61,9 @@ class LocalRun:
             name = self._next()
             while name is not None:
                 name = self._run_one(slot, name)
-        except BaseException as error:
-            with self._lock:
-                self._failure = self._failure or error
+        except BaseException:
             self._state.stop.request()
+            raise
         finally:
             slot.close()
 

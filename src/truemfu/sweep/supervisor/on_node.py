@@ -11,6 +11,7 @@ supervisor then asks the engine for the reason.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -47,23 +48,16 @@ def main(arguments: Sequence[str]) -> int:
 
     for name in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(name, request_stop)
-    try:
-        claimed = jobs.try_claim(number, engine_job=os.environ.get(ENGINE_JOB_VARIABLE))
-    except FileNotFoundError:
-        print("not run: the sweep no longer waits for this experiment")
-        return 0
-    if not claimed:
-        print("not run: the experiment was already started once, or withdrawn")
-        return 0
-    try:
+    batch = order = None
+    with contextlib.suppress(FileNotFoundError, RecordError):  # the folder was removed
+        if not jobs.try_claim(number, engine_job=os.environ.get(ENGINE_JOB_VARIABLE)):
+            print("not run: the experiment was already started once, or withdrawn")
+            return 0
         batch, order = jobs.read_batch(), jobs.read(number, WorkerOrder)
-    except RecordError:
-        batch = order = None
     if batch is None or order is None:
         jobs.drop_claim(number)
         print("not run: the sweep no longer waits for this experiment")
-        return 0
-    if not stop.requested:
+    elif not stop.requested:
         _run(batch, order, jobs, number, stop)
     return 0
 

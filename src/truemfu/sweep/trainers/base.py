@@ -18,7 +18,7 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
-from ...errors import TruemfuError, UsageError, brief, closest, text_of
+from ...errors import TruemfuError, UsageError, brief, text_of
 from ...records import TrainerSettings as TrainerSettings
 
 if TYPE_CHECKING:
@@ -68,14 +68,9 @@ PRIVATE = NEEDS_OPACUS | {"DPBookKeepingTrainer"}
 
 
 def load_trainer(name: str) -> type[Trainer]:
-    """The trainer of this name, or the class at `package.module:Class`."""
+    """The trainer of this name, or the class at `package.module:Class`; `config.py` has checked the form."""
     home = TRAINERS.get(name, name)
-    module_name, colon, class_name = home.partition(":")
-    if not (module_name and colon and class_name):
-        raise UsageError(
-            f"unknown trainer {brief(name)}{closest(name, TRAINERS)}: expected {', '.join(TRAINERS)} or "
-            "package.module:Class"
-        )
+    module_name, _, class_name = home.partition(":")
     try:
         found = attrgetter(class_name)(importlib.import_module(module_name))
     except (ImportError, AttributeError) as error:

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import UsageError, closest
 from ...private.batches import losses_by_sample as losses_by_sample
-from .base import OPTIMIZERS, TrainerSettings
+from .base import TrainerSettings
 
 
 class StandardTrainer:
@@ -39,11 +38,6 @@ class StandardTrainer:
 def make_optimizer(model: nn.Module, settings: TrainerSettings) -> torch.optim.Optimizer:
     """The optimizer the settings name, over the parameters that are trained."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if settings.optimizer == "sgd":
-        return torch.optim.SGD(trained, lr=settings.learning_rate)
-    if settings.optimizer == "adamw":
-        return torch.optim.AdamW(trained, lr=settings.learning_rate)
-    raise UsageError(
-        f"optimizer must be one of {', '.join(OPTIMIZERS)}; got {settings.optimizer!r}"
-        f"{closest(settings.optimizer, OPTIMIZERS)}"
-    )
+    kind = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[settings.optimizer]
+    optimizer: torch.optim.Optimizer = kind(trained, lr=settings.learning_rate)
+    return optimizer

@@ -16,7 +16,7 @@ from ... import __version__
 from ...provenance import library_versions
 from ...records import Environment, Memory
 from ..gpus import cpu_name
-from ..process import peak_memory_bytes
+from ..process import memory_of
 
 _PACKAGES = ("opacus", "transformers")
 
@@ -57,7 +57,7 @@ def reset_peaks(device: torch.device) -> None:
 
 def process_peak_bytes() -> int:
     """Peak resident memory of this process."""
-    found = peak_memory_bytes(os.getpid())
+    found = memory_of(os.getpid()).get("VmHWM")
     if found is not None:
         return found
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

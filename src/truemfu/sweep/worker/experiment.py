@@ -26,6 +26,7 @@ import torch
 
 from ...errors import UsageError, one_line
 from ...private.batches import samples_of
+from ...private.check import NAN_RELATIVE_ERROR
 from ...records import (
     CaseResult,
     Environment,
@@ -45,7 +46,7 @@ from ..paths import SweepFolder
 from ..trainers.base import Trainer, load_trainer
 from .case_model import Batch, CaseModel, build_case_model, endless_batches
 from .environment import environment, memory, reset_peaks
-from .gradient_check import NAN_RELATIVE_ERROR, check_trainer
+from .gradient_check import check_trainer
 from .measure import TimedPass, count_needed, count_work, summed, time_steps, together, warm_up
 from .memory_limit import limit_memory
 from .models import parameter_count

@@ -24,7 +24,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...errors import ModelError, UsageError, one_line
+from ...flops import preserved_random_states
 from ...private.batches import cut
+from ...private.check import full_fp32, largest_error
 from ...records import GradientCheck, SweepCase
 from ..failures import is_out_of_memory
 from ..trainers.base import Trainer, TrainerSettings, Unsupported
@@ -35,13 +37,6 @@ from .gradient_check_model import GradientCheckModel, gradient_check_model
 from .rank_group import ALONE, RankGroup
 
 TOLERANCE = 1e-4
-
-NAN_RELATIVE_ERROR = sys.float_info.max
-"""The relative error of a step that produces NaN: JSON has no infinity."""
-
-# A parameter with a smaller share of the total change is compared relative to this share: a gradient that
-# cancels to zero (the bias of attention's keys) is mostly rounding.
-_SMALLEST_SHARE = 1e-2
 
 # A power of two avoids rounding; a large one keeps the change above the precision of the old weights.
 _LEARNING_RATE = 1024.0
@@ -113,7 +108,9 @@ def _check(
         )
     after = dict(model.named_parameters())
     made = {name: (_whole(after[name].detach()) - before[name]) / _LEARNING_RATE for name in expected}
-    relative_error = max(group.gather(_difference(made, expected)))
+    left = {name: made[name] - value for name, value in expected.items()}
+    lengths = {name: value.norm() for name, value in expected.items()}
+    relative_error = max(group.gather(largest_error(left, lengths)))
     return GradientCheck(
         passed=relative_error <= TOLERANCE,
         relative_error=relative_error,
@@ -190,37 +187,17 @@ def _norm(changes: Changes) -> Tensor:
     return norm
 
 
-def _difference(made: Changes, expected: Changes) -> float:
-    """The largest relative difference of any parameter; `NAN_RELATIVE_ERROR` if one is NaN or infinite."""
-    whole = _norm(expected)
-    worst = torch.stack(
-        [
-            (made[name] - value).norm() / torch.maximum(value.norm(), _SMALLEST_SHARE * whole)
-            for name, value in expected.items()
-        ]
-    ).max()
-    return worst.item() if worst.isfinite() else NAN_RELATIVE_ERROR
-
-
 @contextmanager
 def _isolated(device: torch.device) -> Iterator[None]:
     """Full fp32 inside; afterwards random state, memory, peaks and compiled code are as if nothing had run.
 
     After an error the peaks stay, for the result.
     """
-    on_gpu = device.type == "cuda"
-    products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
-    try:
-        with torch.random.fork_rng(devices=[device] if on_gpu else []):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(products)
-        torch.backends.cudnn.allow_tf32 = convolutions
+    with full_fp32(), preserved_random_states():
+        yield
     gc.collect()  # wrapped models refer to themselves
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()  # a second shape would make it compile for dynamic shapes
-    if on_gpu:
+    if device.type == "cuda":
         torch.cuda.empty_cache()
     reset_peaks(device)

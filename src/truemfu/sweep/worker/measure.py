@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ...convention import Attention, Convention
 from ...flops import FlopCount, count_step, count_target
+from ...hardware.ceiling.products import synchronize
 from ...monitor.timing.clock import StepClock, clock_for, duration_s
 from ...records import Flops, StepTimes, SweepCase
 from ...utilization import Utilization, calculate_mfu
@@ -201,9 +202,3 @@ def summed(ranks: Sequence[Flops], step_time_s: float) -> Flops:
         hfu=calculate_mfu(hardware_flops, step_time_s, peak),
         uncounted=dict(sum((Counter(rank.uncounted) for rank in ranks), Counter())),
     )
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has finished all its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -7,9 +7,10 @@ the matrix products of one on ARM; reserved memory that is unused when the limit
 
 from __future__ import annotations
 
-import re
+import os
 import resource
-from pathlib import Path
+
+from ..process import memory_of
 
 _MIB = 1 << 20
 
@@ -19,7 +20,9 @@ def limit_memory(limit_bytes: int | None) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     soft = hard
     if limit_bytes is not None:
-        held, reserved = _held_and_reserved_bytes()
+        found = memory_of(os.getpid())
+        held = found.get("RssAnon", 0)
+        reserved = max(0, found["VmData"] - held) if held else 0
         if held >= limit_bytes:
             raise MemoryError(
                 f"the limit of {limit_bytes // _MIB} MiB is below the {held // _MIB} MiB that the worker "
@@ -35,17 +38,3 @@ def is_limited() -> bool:
     """Whether a limit is set now."""
     soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
     return soft != resource.RLIM_INFINITY
-
-
-def _held_and_reserved_bytes() -> tuple[int, int]:
-    """Private memory in use, and unused memory that counts against the limit; zeros if unknown."""
-    try:
-        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return 0, 0
-    found = {
-        name: int(kib) * 1024 for name, kib in re.findall(r"^(VmData|RssAnon):\s+(\d+) kB", status, re.M)
-    }
-    if len(found) < 2:
-        return 0, 0
-    return found["RssAnon"], max(0, found["VmData"] - found["RssAnon"])

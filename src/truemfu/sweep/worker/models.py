@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ...errors import UsageError, closest
 from ..sizes import SIZES, ModelSize
 
 
@@ -93,8 +92,6 @@ def build_reference_model(
     dtype: torch.dtype | None = None,
 ) -> ReferenceModel:
     """The reference model of this name (`SIZES`), on `device` (or the device context in force)."""
-    if size not in SIZES:
-        raise UsageError(f"model size must be one of {', '.join(SIZES)}; got {size!r}{closest(size, SIZES)}")
     return ReferenceModel(SIZES[size], device=device, dtype=dtype)
 
 

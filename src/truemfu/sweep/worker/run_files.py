@@ -17,12 +17,13 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from ... import plain_files
 from ...errors import UsageError, one_line
+from ...hardware.ceiling.products import synchronize
 from ...records import Measured, SweepCase
 from ...trackers.table import make_tracker
 from ...utilization import share_of_peak
 from ..trainers.base import Trainer
 from .case_model import Batch
-from .measure import synchronize, warm_up
+from .measure import warm_up
 from .rank_group import ALONE, RankGroup
 
 
