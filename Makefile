@@ -34,7 +34,8 @@ test: setup     ## the tests, in about six minutes on two cores
 	$(BIN)/python -m pytest -n 2 -m "not long"
 
 test-all: test  ## and the long ones: real workers, ranks, trackers, kills, other trainers
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m long  # what a file has started is started once
+	# what a file has started is started once; most of these tests wait for processes of their own
+	$(BIN)/python -m pytest -n 4 --dist loadfile -m long
 
 faults: setup   ## every attack of the fault suite, in about six minutes; FAULTS="--seed 1" for others
 	$(BIN)/python -W ignore -m faults $(FAULTS)

@@ -94,6 +94,7 @@ LONG = (
     "tests/flops/test_position_loops.py::test_short_sequences_give_the_direct_count_of_longer_ones[mamba",
     # compiled by inductor
     "tests/flops/test_observe_compiled.py::test_observed_steps_run_the_same_compiled_code[inductor]",
+    "tests/flops/test_observe_compiled.py::test_compiled_code_counts_as_much",
     "tests/flops/test_wrappers.py::test_a_model_compiled_by_inductor",
     "tests/flops/test_profiler.py::test_case_executes_what_the_counter_says[llama-compiled]",
     "tests/flops/test_profiler.py::test_case_executes_what_the_counter_says[gpt2-compiled]",
@@ -113,7 +114,9 @@ LONG = (
     "tests/integrations/test_run.py",
     "tests/integrations/test_opacus_check.py::test_a_script",
     "tests/monitor/test_identity.py",
-    # whole trials, of several processes each
+    # whole runs and trials, of several processes each
+    "tests/monitor/test_logged_flops.py::test_what_changes_in_mid_run",
+    "tests/trial/test_unchanged.py::test_a_remedy_is_measured",
     "tests/trial/test_frameworks.py",
     "tests/trial/test_trial.py",
 )

@@ -12,7 +12,7 @@ from truemfu.check import conventions
 from truemfu.flops import Target
 
 _STATUSES = ("agrees", "unexplained")
-_SLOW = ("mixtral-8x7b", "qwen2.5-7b")
+_SLOW = ("mixtral-8x7b", "qwen2.5-7b", "llama-3-8b")
 
 
 @pytest.fixture(scope="module", autouse=True)
