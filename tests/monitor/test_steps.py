@@ -1285,7 +1285,7 @@ class Watch:
 def test_a_window_of_the_counters_ends_with_the_first_step_after_it_is_due(run: Run) -> None:
     begin_s = time.perf_counter()
     watch, live = Watch(begin_s + 0.2), run.monitor._live
-    live.steps._counters = watch  # type: ignore[assignment]
+    live.steps._instruments.counters = watch  # type: ignore[assignment]
     steps_s = [begin_s + 0.03 * number for number in range(1, 51)]
     for now_s in steps_s:
         loss = run.model(x=torch.randn(4, 8))
