@@ -93,7 +93,7 @@ class Trial:
     @property
     def _watch(self) -> Any:
         live = None if self.monitor is None else self.monitor._live
-        return None if live is None else live.steps._counters
+        return None if live is None else live.steps._instruments.counters
 
 
 class Training:

@@ -442,15 +442,15 @@ class OnAndOff:
             monitor.detach()
             self._away.enter_context(monitor.pause())
             assert monitor._live is not None
-            assert monitor._live.steps._counters is not None
-            monitor._live.steps._counters._sampler.stop()
+            assert monitor._live.steps._instruments.counters is not None
+            monitor._live.steps._instruments.counters._sampler.stop()
         return begin.elapsed_time(end) / (steps - STEPS_AHEAD)
 
 
 def watch_again(monitor: TrainingMonitor) -> None:
     """Start the thread that reads; before the first step the monitor has none yet."""
     live = monitor._live
-    if live is not None and (watch := live.steps._counters) is not None:
+    if live is not None and (watch := live.steps._instruments.counters) is not None:
         watch._sampler = Sampler(watch._source, indices=[watch._index], period_s=1.0)
         watch._sampler.start()
 
