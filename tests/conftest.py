@@ -110,13 +110,20 @@ LONG = (
     "tests/monitor/test_faults.py::test_a_run_that_ends_while_it_counts",
     "tests/monitor/test_faults.py::test_a_process_killed_after_it_counted",
     "tests/monitor/test_faults.py::test_a_process_ends_as_it_would_have",
+    "tests/monitor/test_faults.py::test_a_killed_process_leaves",
+    "tests/monitor/test_faults.py::test_a_monitor_made_before_a_fork",
+    # a file of hundreds of megabytes
+    "tests/census/test_trace.py::test_memory_does_not_grow",
     # whole training scripts, each run alone and watched
     "tests/integrations/test_run.py",
     "tests/integrations/test_opacus_check.py::test_a_script",
     "tests/monitor/test_identity.py",
     # whole runs and trials, of several processes each
     "tests/monitor/test_logged_flops.py::test_what_changes_in_mid_run",
-    "tests/trial/test_unchanged.py::test_a_remedy_is_measured",
+    "tests/monitor/test_logged_flops.py::test_the_original_import_path",
+    "tests/monitor/test_generation_servers.py::test_the_first_rank_of_a_job_alone",
+    "tests/test_cli_explain.py::test_a_command",
+    "tests/trial/test_unchanged.py",
     "tests/trial/test_frameworks.py",
     "tests/trial/test_trial.py",
 )
