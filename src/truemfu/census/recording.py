@@ -16,9 +16,8 @@ import torch
 from torch.autograd import profiler as torch_profiler
 from torch.nn.modules import module as torch_modules
 
-from ..errors import UsageError
 from ..torch_private.compiler import has_compiled
-from ..torch_private.profiling import after_failed_start, is_profiler_in_use
+from ..torch_private.profiling import start_recording, stop_recording
 from .trace import MODULE, STEP
 
 
@@ -34,18 +33,7 @@ class StepRecording:
 
     def start(self, number: int) -> None:
         """Begin to record with the step of this number; UsageError where another profiler is in use."""
-        if is_profiler_in_use():
-            raise UsageError("another torch.profiler is set up or recording in this process")
-        use_device = None if self._device.type == "cpu" else self._device.type
-        profile = torch_profiler.profile(
-            use_cpu=True, use_device=use_device, record_shapes=True, use_kineto=True
-        )
-        try:
-            profile.__enter__()
-        except RuntimeError as error:
-            after_failed_start()
-            raise UsageError(f"torch.profiler cannot record here: {error}") from error
-        self._profile = profile
+        self._profile = start_recording(None if self._device.type == "cpu" else self._device.type)
         if self._modules and not has_compiled():
             self._hooks = [
                 torch_modules.register_module_forward_pre_hook(self._module_begins),
@@ -66,11 +54,7 @@ class StepRecording:
         while self._open:
             self._open.pop()[1].__exit__(None, None, None)
         profile, self._profile = self._profile, None
-        try:
-            profile.__exit__(None, None, None)
-        except RuntimeError as error:
-            raise UsageError(f"other code has stopped the recording: {error}") from error
-        results = profile.kineto_results
+        results = stop_recording(profile)
         return lambda path: results.save(str(path))
 
     def _begin(self, number: int) -> None:

@@ -23,13 +23,12 @@ from .closed_form.form import MicroBatch, ObservedForm
 from .closed_form.integers import count_of, integers_of
 from .closed_form.linear import Linear, solve
 from .count.count import count_flops, count_step, profile_model_flops, uncounted_notice, warn_uncounted
+from .count.counted_step import shadow_step
 from .count.data_flow import is_checkpoint
-from .count.loss import loss_of
 from .count.step_work import StepWork
 from .flop_count import FlopCount
 from .host_copy import HostCopy
-from .isolation.process_state import AutocastState, autocast_state, untouched_casts
-from .isolation.random_states import preserved_random_states
+from .isolation.process_state import AutocastState, autocast_state
 from .models.example_batch import example_batch
 from .models.hf_config import BuildOptions, model_from_config, read_config
 from .models.lora import parse_lora
@@ -40,6 +39,5 @@ from .observe.observer import StepObserver, cuda_captures, take_out_left_behind
 from .profiled.profiler import StepProfile, StepProfiler
 from .profiled.trace_step import OperatorWork, TracedWork, bytes_moved, work_of_trace
 from .registry import register_formula, register_module, replaced_modules
-from .shadow.shadow import Shadow
 from .structure.estimate import Estimator, estimate_flops
 from .wrappers import has_values, is_compiled_wrapper, unwrap

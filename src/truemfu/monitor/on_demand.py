@@ -31,22 +31,18 @@ from ..flops import (
     BatchRequest,
     FlopCount,
     FlopModel,
-    Shadow,
     StepProfiler,
     autocast_state,
     check_call,
     estimate_flops,
     example_batch,
     has_values,
-    loss_of,
-    preserved_random_states,
-    untouched_casts,
+    shadow_step,
     unwrap,
     warn_uncounted,
 )
 from ..hardware.detect import get_gpu_peak_flops, known_spec, override_flops_per_s
-from ..torch_private.dispatch import check_counts, disable_modes
-from ..torch_private.trees import tree_map_only
+from ..torch_private.dispatch import check_counts
 from ..utilization import Utilization, calculate_mfu
 from .config import MODES
 from .hybrid.hardware_watch import counters_of
@@ -223,18 +219,12 @@ def _profiled(model: nn.Module, batch: Batch) -> FlopCount:
     device = _device_of(model)
     profiler = StepProfiler()
     with (
-        disable_modes(),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        preserved_random_states(),
-        untouched_casts(),
+        shadow_step(model, (), batch, None, _shared_weight, device=device) as step,
         torch.compiler.set_stance("force_eager"),
     ):
-        twin = Shadow(_shared_weight).tree(model)
-        arguments = tree_map_only(torch.Tensor, lambda t: t.to(device), batch)
         profiler.start()
         try:
-            loss_of(twin(**arguments), None).backward()
+            step()
         finally:
             profile = profiler.stop()
     count = profile.count()
@@ -244,7 +234,8 @@ def _profiled(model: nn.Module, batch: Batch) -> FlopCount:
 
 def _shared_weight(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device | None) -> torch.Tensor:
     """Another tensor on a weight's memory, with its own gradient; a copy of anything else."""
-    made = tensor.detach() if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
+    own = tensor.detach()
+    made = own if isinstance(tensor, nn.Parameter) else own.to(device or own.device, copy=True)
     return made.requires_grad_(tensor.requires_grad)
 
 

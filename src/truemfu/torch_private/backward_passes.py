@@ -13,7 +13,6 @@ import torch
 
 from . import table
 from .dispatch import disable_torch_function
-from .find import ABSENT
 from .replacing import Listeners
 
 _MOST_OUTPUTS = 8
@@ -32,8 +31,7 @@ class BackwardListener(Protocol):
 
 def listen(listener: BackwardListener) -> Callable[[], None]:
     """Call the listener before and after each backward pass; the returned function ends that."""
-    if table.get(table.RUN_BACKWARD) is ABSENT:
-        table.miss(table.RUN_BACKWARD)
+    if not table.has(table.RUN_BACKWARD):
         return lambda: None
     return _listeners.add(listener, torch.autograd, "_engine_run_backward")
 

@@ -35,16 +35,14 @@ def is_of_disable(frame: FrameType) -> bool:
 
 def is_compiling() -> bool:
     """Whether this thread compiles: what runs then, such as a comparison of kernels, is not the step's."""
-    context = table.get(table.TRACING, load=False)
+    context = table.loaded(table.TRACING)
     return context is not ABSENT and context.try_get() is not None
 
 
 @functools.cache
 def guards_ignore_modes() -> bool:
     """Whether compiled code remains valid for a tensor while a dispatch mode is on the stack."""
-    guards = table.get(table.TENSOR_GUARDS)
-    if guards is ABSENT:
-        table.miss(table.TENSOR_GUARDS)
+    if not table.has(table.TENSOR_GUARDS):
         return False
 
     class Probe(torch.utils._python_dispatch.TorchDispatchMode):
@@ -57,6 +55,7 @@ def guards_ignore_modes() -> bool:
 
     tensor, probe = torch.empty(2, 2, device="cpu"), Probe()  # type: ignore[no-untyped-call]
     try:
+        guards = table.get(table.TENSOR_GUARDS)
         guard = guards(tensor, dynamic_dims_sizes=[[None, None]], dynamic_dims_strides=[[None, None]])
         before = bool(guard.check(tensor))
         put_at_the_bottom(probe)
@@ -97,5 +96,5 @@ def replace_region_call(
 
     While inductor is not loaded, nothing can have been compiled by it.
     """
-    kind: Any = table.get(table.COMPILED_REGION, load=False)
+    kind: Any = table.loaded(table.COMPILED_REGION)
     return (lambda: None) if kind is ABSENT else replace(kind, "__call__", call)

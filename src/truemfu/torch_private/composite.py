@@ -24,11 +24,9 @@ import torch
 
 from . import table
 from .dispatch import OpOverload
-from .find import ABSENT
 
 _NAMES = (table.HAS_KERNEL, table.DISPATCH_ON_ENTRY, table.IS_EXCLUDED, table.EXCLUDE, table.DISPATCH_KEY)
 _has_kernel, _on_entry, _is_excluded, _exclude, _Key = map(table.get, _NAMES)
-_is_complete = ABSENT not in (_has_kernel, _on_entry, _is_excluded, _exclude, _Key)
 _call_stack, _symbols = table.get(table.CALL_STACK), table.get(table.SYMBOLS)
 _state = threading.local()
 _COMPOSITE, _VIEWS = "CompositeImplicitAutograd", "ADInplaceOrView"
@@ -148,8 +146,7 @@ def _is_inside_autocast() -> bool:
         names = [frame["name"] for frame in _symbols([_call_stack(False, False, True)])[0]]
     except Exception:  # torch cannot read the call stack everywhere
         for path in (table.CALL_STACK, table.SYMBOLS):
-            if table.get(path) is ABSENT:
-                table.miss(path)
+            table.has(path)
         return True
     if sum("pythonFallback" in name for name in names) > 1:  # a handler by another name in Python
         return True
@@ -169,9 +166,13 @@ def _may_call_others(func: Any) -> bool:
 
 
 def _is_known(func: Any) -> bool:
-    if not _is_complete:
-        table.miss(next(path for path in _NAMES if table.get(path) is ABSENT))
-    return _is_complete and isinstance(func, OpOverload)
+    return _is_complete() and isinstance(func, OpOverload)
+
+
+@functools.cache
+def _is_complete() -> bool:
+    """Whether torch has all names that this needs."""
+    return all(map(table.has, _NAMES))
 
 
 def _tensors(args: Iterable[Any]) -> Iterator[torch.Tensor]:

@@ -37,8 +37,7 @@ def check_counts() -> None:
 def check_fake_tensors() -> None:
     """Raise NotImplementedError if torch has no fake tensors: real copies are used instead."""
     for path in (table.FAKE_TENSOR, table.FAKE_MODE):
-        if table.get(path) is ABSENT:
-            table.miss(path)
+        if not table.has(path):
             raise NotImplementedError(table.reason(path))
 
 

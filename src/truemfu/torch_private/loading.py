@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from . import table
-from .find import ABSENT
 from .replacing import Listeners
 
 
@@ -26,11 +25,9 @@ class LoaderListener(Protocol):
 
 def listen(listener: LoaderListener) -> Callable[[], None]:
     """Call the listener for each batch of any DataLoader; the returned function ends that."""
-    iterator_class = table.get(table.LOADER_ITERATOR)
-    if iterator_class is ABSENT or not callable(vars(iterator_class).get("__next__")):
-        table.miss(table.LOADER_ITERATOR)
+    if not table.has(table.LOADER_ITERATOR):
         return lambda: None
-    return _listeners.add(listener, iterator_class, "__next__")
+    return _listeners.add(listener, table.get(table.LOADER_ITERATOR), "__next__")
 
 
 def _tell(listeners: Iterable[LoaderListener], original: Callable[[Any], Any], iterator: Any) -> Any:

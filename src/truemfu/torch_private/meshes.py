@@ -50,7 +50,7 @@ def sharded_modules() -> list[nn.Module]:
 
 def pipeline_stages() -> list[Any]:
     """The pipeline stages of this process; searched for only if the program uses pipelines."""
-    base = table.get(table.PIPELINE_STAGE, load=False)
+    base = table.loaded(table.PIPELINE_STAGE)
     if base is ABSENT:
         return []
     return _instances(base)

@@ -12,7 +12,6 @@ from typing import Any
 
 from . import table
 from .dispatch import REQUIRED
-from .find import ABSENT
 
 _NAMES = (table.PUSH_MODE, table.POP_MODE, table.MODE_STACK, table.STACK_LENGTH)
 _push, _pop = table.get(table.PUSH_MODE), table.get(table.POP_MODE)
@@ -25,8 +24,7 @@ modes_below: Callable[[], int] = table.get_or(table.STACK_LENGTH, lambda: 0)
 def why_not_to_observe() -> str | None:
     """One line about a name without which no step can be observed; None if torch has all."""
     for path in (*REQUIRED, *_NAMES):
-        if table.get(path) is ABSENT:
-            table.miss(path)
+        if not table.has(path):
             return table.reason(path)
     return None
 
@@ -43,21 +41,21 @@ def only_has(kind: type) -> bool:
 
 def put_at_the_bottom(mode: Any) -> None:
     """Put a mode below all others of the program on this thread."""
-    _replace(modes_of_this_thread(), lambda modes: [mode, *modes])
+    modes = modes_of_this_thread()
+    _replace(modes, [mode, *modes])
 
 
 def take_out(unwanted: Callable[[Any], bool]) -> bool:
     """Take such modes off the stack of this thread, wherever they are; whether there were any."""
     modes = modes_of_this_thread()
-    if not any(map(unwanted, modes)):
-        return False
-    _replace(modes, lambda modes: [mode for mode in modes if not unwanted(mode)])
-    return True
+    kept = [mode for mode in modes if not unwanted(mode)]
+    if len(kept) < len(modes):
+        _replace(modes, kept)
+    return len(kept) < len(modes)
 
 
-def _replace(modes: list[Any], change: Callable[[list[Any]], list[Any]]) -> None:
-    changed = change(modes)
+def _replace(modes: list[Any], others: list[Any]) -> None:
     for _ in modes:
         _pop()
-    for mode in changed:
+    for mode in others:
         _push(mode)

@@ -17,7 +17,6 @@ import torch
 from torch.nn.utils.clip_grad import clip_grad_norm_
 
 from . import table
-from .find import ABSENT
 from .replacing import Listeners
 
 _SWITCHES: tuple[tuple[Any, str], ...] = (
@@ -48,8 +47,7 @@ class PhaseListener(Protocol):
 
 def listen(listener: PhaseListener) -> Callable[[], None]:
     """Call the listener from now on; the returned function ends that."""
-    if table.get(table.SET_EVAL_FRAME) is ABSENT:
-        table.miss(table.SET_EVAL_FRAME)
+    table.has(table.SET_EVAL_FRAME)
     leave = contextlib.ExitStack()
     for (owner, name), listeners in _listeners.items():
         leave.callback(listeners.add(listener, owner, name))

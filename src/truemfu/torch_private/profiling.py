@@ -1,15 +1,15 @@
-"""Names of torch that a profiled step needs: whether another profiler is active, and operators' schemas."""
+"""Recording with torch.profiler, where no other profiler is active; and the schemas of operators."""
 
 from __future__ import annotations
 
 import functools
 from typing import Any
 
+from torch.autograd import profiler as torch_profiler
 from torch.profiler.profiler import PROFILER_STEP_NAME
 
 from ..errors import UsageError
 from . import table
-from .find import ABSENT
 
 _REQUIRED = (table.PROFILER_ENABLED, table.PROFILER_STEPS, table.PROFILER_FLAG, table.PROFILER_STOP)
 
@@ -33,17 +33,36 @@ def is_profiled() -> bool:
         return False
 
 
-def after_failed_start() -> None:
-    """Clear the state of a profiler that failed to start."""
-    table.get(table.PROFILER_STOP)()
+def start_recording(use_device: str | None = None) -> Any:
+    """A profiler that records from now on, with the shapes of what operators get; raises UsageError if
+    another one is in use, which is left alone."""
+    if is_profiler_in_use():
+        raise UsageError(
+            "another torch.profiler is set up or recording in this process, and only one can be active: "
+            "measure a step outside its `with` block"
+        )
+    profile = torch_profiler.profile(use_cpu=True, use_device=use_device, record_shapes=True, use_kineto=True)
+    try:
+        profile.__enter__()
+    except RuntimeError as error:
+        table.get(table.PROFILER_STOP)()  # clear the state of a profiler that failed to start
+        raise UsageError(f"torch.profiler cannot record here: {error}") from error
+    return profile
+
+
+def stop_recording(profile: Any) -> Any:
+    """End it; what it has recorded, as Kineto holds it."""
+    try:
+        profile.__exit__(None, None, None)
+    except RuntimeError as error:
+        raise UsageError(f"other code has stopped the recording: {error}") from error
+    return profile.kineto_results
 
 
 def _needed(path: str) -> Any:
-    found = table.get(path)
-    if found is ABSENT:
-        table.miss(path)
+    if not table.has(path):
         raise UsageError(table.reason(path))
-    return found
+    return table.get(path)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -51,23 +51,23 @@ def not_compiled(function: Callable[..., Any]) -> None:
 
     After a graph break dynamo compiles whatever Python code runs, and ours with it.
     """
-    skip = table.get(table.SKIP_CODE, load=False)
+    skip = table.loaded(table.SKIP_CODE)
     if skip is not ABSENT and isinstance(function, FunctionType):
         skip(function.__code__)
-    elif skip is ABSENT and table.SKIP_CODE.partition(":")[0] in sys.modules:
-        table.miss(table.SKIP_CODE)
+
+
+def replace_named(path: str, instead: Callable[..., Any]) -> Callable[[], None]:
+    """The same for a name of the table; does nothing if its module is not loaded."""
+    if table.loaded(path) is ABSENT:
+        return lambda: None
+    home, _, name = path.partition(":")
+    return replace(sys.modules[home], name, instead)
 
 
 @contextlib.contextmanager
 def replaced(path: str, instead: Callable[..., Any]) -> Iterator[None]:
-    """The same for a name of the table inside the context; does nothing if its module is not loaded."""
-    home, _, name = path.partition(":")
-    if table.get(path, load=False) is ABSENT:
-        if home in sys.modules:
-            table.miss(path)
-        yield
-        return
-    end = replace(sys.modules[home], name, instead)
+    """The same inside the context."""
+    end = replace_named(path, instead)
     try:
         yield
     finally:

@@ -8,30 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
 
 from . import table
-from .find import ABSENT
-from .replacing import replace
+from .replacing import replace_named
 
 
 @functools.cache
 def script_without(is_ours: Callable[[Any], bool]) -> None:
     """From now on models are scripted and traced without the forward hooks for which `is_ours` holds."""
-    if table.get(table.SCRIPT_MODULE) is ABSENT:
-        table.miss(table.SCRIPT_MODULE)
-        return
 
     def create(original: Any, nn_module: Any, *args: Any, **kwargs: Any) -> Any:
         with _hidden(nn_module, is_ours):
             return original(nn_module, *args, **kwargs)
 
-    home, _, name = table.SCRIPT_MODULE.partition(":")
-    replace(sys.modules[home], name, create)
+    if table.has(table.SCRIPT_MODULE):
+        replace_named(table.SCRIPT_MODULE, create)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ means the same is tested with each version of torch (`torch_versions.py`).
 from __future__ import annotations
 
 import contextlib
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,16 +178,33 @@ missing: dict[str, str] = {}
 _VERSION = tuple(int(number) for number in torch.__version__.split(".")[:2])
 
 
-def get(path: str, *, load: bool = True) -> Any:
+def get(path: str) -> Any:
     """The object of a name in the table; ABSENT, without a warning yet, if torch does not have it."""
     assert path in NAMES
-    return lookup.find(path, load=load)
+    return lookup.find(path)
 
 
 def get_or(path: str, instead: Any) -> Any:
     """The same, with something instead of a missing one."""
     found = get(path)
     return instead if found is ABSENT else found
+
+
+def has(path: str) -> bool:
+    """Whether torch has a name; a missing one is recorded."""
+    is_there = get(path) is not ABSENT
+    if not is_there:
+        miss(path)
+    return is_there
+
+
+def loaded(path: str) -> Any:
+    """The object of a name whose module the program has loaded, else ABSENT; a missing one is recorded."""
+    assert path in NAMES
+    found = lookup.find(path, load=False)
+    if found is ABSENT and path.partition(":")[0] in sys.modules:
+        miss(path)
+    return found
 
 
 def reason(path: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -22,26 +21,21 @@ current_stream_data: Callable[[int], Any] | None = table.get_or(table.CURRENT_ST
 
 def detects_surroundings() -> bool:
     """Whether a forward pass inside a backward pass, or inside a functorch transform, can be recognised."""
-    missing = [path for path in (table.GRAPH_TASK, table.FUNCTORCH_LEVEL) if table.get(path) is ABSENT]
-    for path in missing:
-        table.miss(path)
-    return not missing
+    return table.has(table.GRAPH_TASK) and table.has(table.FUNCTORCH_LEVEL)
 
 
 CALL = "_compiled_call_impl"
 """The attribute in which a module stores the callable that replaces its `_call_impl`."""
-_has_compiled_call = table.get(table.COMPILED_CALL) is not ABSENT
 
 
 def compiled_call(model: nn.Module) -> Any:
     """The compiled callable that `Module.compile` has set on a model; None if there is none."""
-    return model.__dict__.get(CALL) if _has_compiled_call else None
+    return model.__dict__.get(CALL)
 
 
 def miss_compiled_calls() -> None:
     """Warn about an unobserved forward pass, if it may be one of a model compiled with `Module.compile`."""
-    if not _has_compiled_call:
-        table.miss(table.COMPILED_CALL)
+    table.has(table.COMPILED_CALL)
 
 
 _version_slot = table.get(table.VERSION)
@@ -60,12 +54,8 @@ version_of: Callable[[torch.Tensor], int] = _version_slot.__get__ if detects_ove
 
 def graph_counters() -> Any:
     """The counters of torch.compile, a mapping of mappings, once it is loaded; else None."""
-    found = table.get(table.COUNTERS, load=False)
-    if hasattr(found, "get"):
-        return found
-    if "torch._dynamo.utils" in sys.modules:
-        table.miss(table.COUNTERS)
-    return None
+    found = table.loaded(table.COUNTERS)
+    return found if hasattr(found, "get") else None
 
 
 def default_store() -> Any:

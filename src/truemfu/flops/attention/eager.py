@@ -65,8 +65,14 @@ Mask = Callable[[], Value | None]
 """Returns where a mask allows a pair, when the scores enter a softmax; None if it cannot be read."""
 
 
-class MaskReader(Protocol):
-    """Reads the tensors that mask scores."""
+class AttentionTally(Protocol):
+    """What is told of attention, and reads the tensors that mask scores."""
+
+    def resolve_eager(self, shape: Sequence[int], masks: Sequence[Value | None]) -> Scale:
+        """What scores of this shape and with these masks count, which enter a softmax."""
+
+    def rescale(self, entry: Any, scale: Scale) -> None:
+        """A product turns out to belong to attention."""
 
     def value(self, tensor: torch.Tensor) -> Value | None:
         """The value of a tensor; None if it cannot be read."""
@@ -116,17 +122,10 @@ def _allowing(value: Value | None, dtype: torch.dtype) -> Value | None:
 
 
 class EagerAttention:
-    """Follows products through a forward pass; `resolve` gives the pairs when scores enter a softmax."""
+    """Follows products through a forward pass, for a tally."""
 
-    def __init__(
-        self,
-        resolve: Callable[[Sequence[int], Sequence[Value | None]], Scale],
-        rescale: Callable[[Any, Scale], None],
-        reader: MaskReader,
-    ) -> None:
-        self._resolve = resolve
-        self._rescale = rescale
-        self._reader = reader
+    def __init__(self, tally: AttentionTally) -> None:
+        self._tally = tally
         self._tags: Any = WeakTensorKeyDictionary()
         """By tensor, its role in attention: Scores or Probabilities."""
         self._allowed: Any = WeakTensorKeyDictionary()
@@ -142,7 +141,7 @@ class EagerAttention:
         if not isinstance(mask, torch.Tensor):
             return None
         known: Value | None = self._allowed.get(mask)
-        return known or _allowing(self._reader.value(mask), mask.dtype)
+        return known or _allowing(self._tally.value(mask), mask.dtype)
 
     def record(self, packet: Any, args: tuple[Any, ...], out: Any, entry: Any) -> None:
         """Record one operator of the forward pass; `entry` is its entry in the tally, if it is a product."""
@@ -154,7 +153,7 @@ class EagerAttention:
                 shape = tuple(args[0].shape)
                 is_other_dim = args[1] not in (-1, len(shape) - 1)
                 masks = [None if is_other_dim else mask() for mask in tag.masks]
-                self._tag(out, Probabilities(tag.entry, self._resolve(shape, masks)))
+                self._tag(out, Probabilities(tag.entry, self._tally.resolve_eager(shape, masks)))
         elif packet in _ADD:
             self._record_add(args, out)
         elif packet in _FILL:
@@ -183,9 +182,9 @@ class EagerAttention:
         operands = args[1:3] if biased else args[:2]
         probabilities = next((t for a in operands if isinstance(t := self._tag_of(a), Probabilities)), None)
         if probabilities is not None:
-            self._rescale(entry, probabilities.scale)
+            self._tally.rescale(entry, probabilities.scale)
             if probabilities.scores is not None:
-                self._rescale(probabilities.scores, probabilities.scale)
+                self._tally.rescale(probabilities.scores, probabilities.scale)
                 probabilities.scores = None
             return
         scores = Scores(entry)
@@ -201,7 +200,7 @@ class EagerAttention:
         if known is not None:
             scores.masks.append(lambda: known)
         elif not is_unknown(mask):
-            later, dtype = self._reader.value_later(mask, masked), mask.dtype
+            later, dtype = self._tally.value_later(mask, masked), mask.dtype
             scores.masks.append(lambda: _allowing(later(), dtype))
 
     def _propagate(self, packet: Any, args: tuple[Any, ...], out: Any) -> None:
@@ -246,7 +245,7 @@ class EagerAttention:
             self._tag(out, tag)
         if not isinstance(tag, Scores) and (tag is not None or not is_unknown(out)):
             return
-        value = None if is_unknown(condition) else self._reader.value(condition)
+        value = None if is_unknown(condition) else self._tally.value(condition)
         lowest = self._is_lowest(fill)
         if value is None or lowest is False:
             return
@@ -264,7 +263,7 @@ class EagerAttention:
     def _is_lowest(self, fill: Any) -> bool | Value:
         """Whether a fill makes the softmax zero; its value if that is still on the device."""
         if isinstance(fill, torch.Tensor) and fill.is_cuda and fill.numel() == 1 and not is_unknown(fill):
-            return self._reader.value(fill) or False
+            return self._tally.value(fill) or False
         return _lowest(fill)
 
 

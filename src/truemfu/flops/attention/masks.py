@@ -65,7 +65,7 @@ class PairCounter:
             return needed, prod(shape)
         if allowed is None or bool(allowed.all()):
             return self._banded(shape[-2:], samples, heads, band, documents)
-        allowed = allowed & _within(band, q_len, k_len)
+        allowed = allowed & band.allows(torch.arange(q_len), torch.arange(k_len))
         if allowed.shape[1] > 1 and torch.equal(allowed, allowed[:, :1].expand_as(allowed)):
             allowed = allowed[:, :1]
         each = heads // allowed.shape[1]
@@ -144,16 +144,6 @@ def mask_of_function(
 def _samples_and_heads(shape: Sequence[int]) -> tuple[int, int]:
     lead = shape[:-2]
     return (prod(lead), 1) if len(lead) < 2 else (prod(lead[:-1]), lead[-1])
-
-
-def _within(band: Band, q_len: int, k_len: int) -> torch.Tensor:
-    distance = torch.arange(q_len)[:, None] - torch.arange(k_len)[None, :]
-    inside = torch.ones(q_len, k_len, dtype=torch.bool)
-    if band.behind is not None:
-        inside &= distance <= band.behind
-    if band.ahead is not None:
-        inside &= distance >= -band.ahead
-    return inside
 
 
 def _intersection(masks: Sequence[torch.Tensor], shape: Sequence[int]) -> torch.Tensor | None:

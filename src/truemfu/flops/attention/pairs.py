@@ -25,6 +25,17 @@ class Band:
     behind: int | None = None
     ahead: int | None = None
 
+    def allows(self, queries: Any, keys: Any) -> Any:
+        """Which of these queries see which keys, both given by position as tensors of integers."""
+        import torch
+
+        inside = torch.ones(len(queries), len(keys), dtype=torch.bool)
+        if self.behind is not None:
+            inside &= keys >= queries[:, None] - self.behind
+        if self.ahead is not None:
+            inside &= keys <= queries[:, None] + self.ahead
+        return inside
+
     def pairs(self, q_len: int, k_len: int | None = None) -> int:
         """Pairs allowed between q_len queries and k_len keys (default: q_len), aligned at the first position.
 
@@ -93,7 +104,7 @@ def band_of_mask(allowed: Any, documents: Sequence[int]) -> Band | None:
     first = keys[view.view(torch.uint8).argmax(1)]
     last = keys[-1 - view.flip(1).view(torch.uint8).argmax(1)]
     furthest, nearest = int((queries - first)[sees].max()), int((queries - last)[sees].min())
-    expected = (keys >= queries[:, None] - furthest) & (keys <= queries[:, None] - nearest)
+    expected = Band(behind=furthest, ahead=-nearest).allows(queries, keys)
     longest, shortest = int(queries[-1] - keys[0]), int(queries[0] - keys[-1])
     if q_len == k_len and len(documents) > 1:
         ids = document_ids(documents, q_len)[keys]  # the queries are at the same positions

@@ -18,7 +18,7 @@ from ...torch_private.table import RUN_BACKWARD
 from ...torch_private.trees import tree_flatten
 from ..shadow.values import attach, value_of
 from .counting_mode import CountingMode
-from .kernel_launches import watched_launches
+from .kernel_launches import watch_launches
 from .tally import Tally
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -37,14 +37,14 @@ _RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 @contextlib.contextmanager
 def counted(tally: CountingMode) -> Iterator[None]:
     """Count what this thread runs inside the context; compiled code inside runs eagerly."""
-    with (
-        torch.autograd.set_multithreading_enabled(False),  # autograd numbers its nodes by thread
-        torch.compiler.set_stance("force_eager"),
-        _following_modules(tally),
-        watched_launches(tally),
-        _following_calls(tally),
-        tally,
-    ):
+    here = threading.get_ident()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # nodes are numbered by thread
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(_following_modules(tally))
+        stack.callback(watch_launches(tally, lambda: threading.get_ident() == here))
+        stack.enter_context(_following_calls(tally))
+        stack.enter_context(tally)
         yield
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -23,13 +23,7 @@ from ...torch_private.trees import tree_flatten
 from ...torch_versions import warn_if_untested
 from ..arguments import check_call, check_forward, check_options
 from ..batch import documents_of
-from ..isolation.process_state import (
-    attention_in_given_dtype,
-    flex_attention_anywhere,
-    local_attention,
-    quiet_fake_tensors,
-    untouched_casts,
-)
+from ..isolation.process_state import for_fake_tensors, local_attention, untouched_casts
 from ..isolation.random_states import preserved_random_states
 from ..shadow.shadow import Maker, Shadow
 from ..shadow.tensor_makers import fake_tensor, real_copy
@@ -100,42 +94,67 @@ class CountedStep:
         check_fake_tensors()
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         following = Following(fake_mode)
-        tally = CountingMode(self.convention, documents=self.documents, following=following)
-        with _lock, flex_attention_anywhere(), attention_in_given_dtype(), quiet_fake_tensors():
+        tally = self._tally(following)
+        with _lock, for_fake_tensors():
             self._run(partial(fake_tensor, fake_mode), tally, fake_mode)
         return tally, following
 
     def run_real(self) -> CountingMode:
         """The tally of the step on real copies on the CPU."""
-        tally = CountingMode(self.convention, documents=self.documents)
+        tally = self._tally(None)
         self._run(real_copy, tally, contextlib.nullcontext())
         return tally
 
-    @torch.inference_mode(False)
+    def _tally(self, following: Following | None) -> CountingMode:
+        return CountingMode(self.convention, documents=self.documents, following=following, is_on_shadow=True)
+
     def _run(
         self, make: Maker, tally: CountingMode, fake_mode: contextlib.AbstractContextManager[Any]
     ) -> None:
+        given = self.model, self.args, self.kwargs, self.loss_fn
         try:
-            # A count changes process state, and modes around it must not see it.
-            with _lock, disable_modes(), preserved_random_states(), untouched_casts():
-                self._run_shadow(Shadow(make), tally, fake_mode)
+            with (
+                shadow_step(*given, make, device=self.device, backward=self.backward) as step,
+                fake_mode,
+                counted(tally),
+            ):
+                step()
         finally:
             for parameter, grad in tally.outside_parameters.values():
                 parameter.grad = grad
 
-    def _run_shadow(
-        self, shadow: Shadow, tally: CountingMode, fake_mode: contextlib.AbstractContextManager[Any]
-    ) -> None:
-        model = shadow.tree(self.model)
-        shadow.device = self.device
-        args, kwargs, loss_fn = shadow.tree(self.args), shadow.tree(self.kwargs), shadow.tree(self.loss_fn)
-        tally.is_on_shadow = True
-        with local_attention(), fake_mode, counted(tally):
-            with torch.set_grad_enabled(self.backward):
-                output = model(*args, **kwargs)
-                loss = loss_of(output, loss_fn) if self.backward else None
+
+@contextlib.contextmanager
+def shadow_step(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss_fn: Callable[[Any], torch.Tensor] | None,
+    make: Maker,
+    *,
+    device: torch.device | None,
+    backward: bool = True,
+) -> Iterator[Callable[[], None]]:
+    """A function that runs one step of a model's shadow, inside the context.
+
+    Modes around it do not see the step, and process state that it changes is restored. `make` makes the
+    shadow's tensors, those of the arguments on `device`.
+    """
+    with _lock, torch.inference_mode(False), disable_modes(), preserved_random_states(), untouched_casts():
+        shadow = Shadow(make)
+        own = shadow.tree(model)
+        shadow.device = device
+        own_args, own_kwargs, own_loss_fn = shadow.tree(args), shadow.tree(kwargs), shadow.tree(loss_fn)
+
+        def step() -> None:
+            with torch.set_grad_enabled(backward):
+                output = own(*own_args, **own_kwargs)
+                loss = loss_of(output, own_loss_fn) if backward else None
             if loss is not None:
                 loss.backward()
+
+        with local_attention():
+            yield step
 
 
 _lock = threading.RLock()

@@ -50,11 +50,12 @@ class CountingMode(Tally, TorchDispatchMode):
         *,
         documents: Sequence[Sequence[int]] | None = None,
         following: Following | None = None,
+        is_on_shadow: bool = False,
     ) -> None:
+        """`is_on_shadow`: a shadow is counted, so that no collective may start."""
         TorchDispatchMode.__init__(self)
         Tally.__init__(self, convention, documents=documents)
-        self.is_on_shadow = False
-        """Whether a shadow is counted, so that no collective may start."""
+        self.is_on_shadow = is_on_shadow
         self.outside_parameters: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         """Parameters outside the model that the step used, through globals, and their previous gradients."""
         self._following = following
@@ -70,7 +71,8 @@ class CountingMode(Tally, TorchDispatchMode):
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator and count it."""
         self.operators += 1
-        self._save_outside_gradients(args)
+        if self.is_on_shadow:
+            self._save_outside_gradients(args)
         name = operator_name(func)
         out = self._output(name, func, args, kwargs)
         self.record(name, func, args, kwargs, out)
@@ -106,8 +108,7 @@ class CountingMode(Tally, TorchDispatchMode):
                 and id(argument) not in self.outside_parameters
             ):
                 self.outside_parameters[id(argument)] = (argument, argument.grad)
-                if self.is_on_shadow:
-                    argument.grad = None  # else the count would add to it in place
+                argument.grad = None  # else the count would add to it in place
 
     def _count(self, name: str, func: Any, args: Any, kwargs: Any, out: Any) -> Entry | None:
         if name in _SAME_DTYPE and self._following is not None:

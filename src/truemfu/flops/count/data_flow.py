@@ -23,7 +23,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -58,6 +58,16 @@ class CountedProduct(Protocol):
     """A counted call; `phase` is forward, backward, recompute or one of those above."""
 
     phase: str
+
+
+class Ran(NamedTuple):
+    """An operator that has run."""
+
+    name: str
+    func: Any
+    args: Any
+    kwargs: Any
+    out: Any = None
 
 
 class _Content:
@@ -125,12 +135,10 @@ class DataFlow:
             return True
         return current_graph_task_id() != -1 and is_custom(current_autograd_node())
 
-    def record(
-        self, name: str, func: Any, args: Any, kwargs: Any, out: Any, product: CountedProduct | None
-    ) -> None:
-        """Record an operator that has run."""
+    def record(self, ran: Ran, product: CountedProduct | None) -> None:
+        """Record an operator; `product` is its call, if it was counted."""
         if current_graph_task_id() == -1:
-            self._record_forward(name, func, args, kwargs, out, product)
+            self._record_forward(ran, product)
             return
         node = current_autograd_node()
         if is_custom(node):
@@ -138,11 +146,11 @@ class DataFlow:
                 self._set_phase(products, "forward")
             run = self._run_of(node)
             if run is not None:
-                self._record_backward(run, name, func, args, kwargs, out, product)
+                self._record_backward(run, ran, product)
         elif self._runs:  # a backward pass inside a Function's own: what it computes are gradients
-            made = self._made_from(name, func, args, kwargs)
+            made = self._made_from(ran)
             made.gradient = True
-            self._write(name, func, args, kwargs, out, made)
+            self._write(ran, made)
 
     def record_launch(self, arguments: Sequence[Any], product: CountedProduct | None) -> None:
         """Record a kernel launched outside the dispatcher: it may read and write any of these arguments."""
@@ -150,7 +158,7 @@ class DataFlow:
         if current_graph_task_id() == -1 and torch.is_grad_enabled():
             self._use(arguments)
         elif run is not None or product is not None or self._unused:
-            made = self._made_from("", None, arguments, {})
+            made = self._made_from(Ran("", None, arguments, {}))
             self._add(run, product, made, made.gradient)
             for storage in filter(None, map(_storage, arguments)):
                 self._contents[storage] = _Content(made.products, made.gradient)
@@ -161,17 +169,15 @@ class DataFlow:
         if run is not None:
             run.is_analysed = False
 
-    def _record_forward(
-        self, name: str, func: Any, args: Any, kwargs: Any, out: Any, product: CountedProduct | None
-    ) -> None:
+    def _record_forward(self, ran: Ran, product: CountedProduct | None) -> None:
         if self._undecided:
-            self._decide((args, kwargs))
+            self._decide((ran.args, ran.kwargs))
         if torch.is_grad_enabled():
-            self._use((args, kwargs))
+            self._use((ran.args, ran.kwargs))
         elif product is not None or self._unused:
-            made = self._made_from(name, func, args, kwargs)
+            made = self._made_from(ran)
             self._add(None, product, made, False)
-            self._write(name, func, args, kwargs, out, made)
+            self._write(ran, made)
 
     def _decide(self, tree: Any) -> None:
         """Set the phase of undecided products in these tensors, if they are results of their Function."""
@@ -197,22 +203,13 @@ class DataFlow:
             for content in self._read(tree):
                 self._unused &= ~content.products
 
-    def _record_backward(
-        self,
-        run: _BackwardCall,
-        name: str,
-        func: Any,
-        args: Any,
-        kwargs: Any,
-        out: Any,
-        product: CountedProduct | None,
-    ) -> None:
-        made = self._made_from(name, func, args, kwargs)
-        operands = self._read(factors(name, args)) if product is not None else ()
+    def _record_backward(self, run: _BackwardCall, ran: Ran, product: CountedProduct | None) -> None:
+        made = self._made_from(ran)
+        operands = self._read(factors(ran.name, ran.args)) if product is not None else ()
         is_gradient = any(content.gradient or content.unwritten for content in operands)
         self._add(run, product, made, is_gradient)
-        made.unwritten = name in _UNWRITTEN
-        self._write(name, func, args, kwargs, out, made)
+        made.unwritten = ran.name in _UNWRITTEN
+        self._write(ran, made)
 
     def _current_run(self) -> _BackwardCall | None:
         """The Function's backward that is running now, if any."""
@@ -297,12 +294,12 @@ class DataFlow:
             if content is not None:
                 yield content
 
-    def _made_from(self, name: str, func: Any, args: Any, kwargs: Any) -> _Content:
+    def _made_from(self, ran: Ran) -> _Content:
         """The content of an operator's result: that of everything it reads."""
-        targets = _targets(func)
-        given = [value for key, value in kwargs.items() if key not in targets]
+        targets = _targets(ran.func)
+        given = [value for key, value in ran.kwargs.items() if key not in targets]
         made = _Content()
-        for content in self._read((args[1:] if name in _OVERWRITING else args, given)):
+        for content in self._read((ran.args[1:] if ran.name in _OVERWRITING else ran.args, given)):
             made.products |= content.products
             made.gradient |= content.gradient or content.unwritten
         return made
@@ -310,8 +307,9 @@ class DataFlow:
     def _content(self, storage: Any) -> _Content:
         return self._contents.setdefault(storage, _Content())
 
-    def _write(self, name: str, func: Any, args: Any, kwargs: Any, out: Any, made: _Content) -> None:
+    def _write(self, ran: Ran, made: _Content) -> None:
         """Set the content of an operator's results, or of the tensors it has written to."""
+        name, func, args, kwargs, out = ran
         is_empty = not (made.products or made.gradient or made.unwritten)
         if isinstance(func, OpOverload) and func._schema.is_mutable:
             is_replaced = name in _OVERWRITING or bool(_targets(func))

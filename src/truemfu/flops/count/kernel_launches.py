@@ -7,26 +7,13 @@ unknown.
 
 from __future__ import annotations
 
-import contextlib
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from ...torch_private.dispatch import FakeTensor
 from ...torch_private.replacing import replace
 from .tally import Tally
-
-
-@contextlib.contextmanager
-def watched_launches(tally: Tally) -> Iterator[None]:
-    """Report to the tally each Triton kernel that this thread launches inside the context."""
-    here = threading.get_ident()
-    stop = watch_launches(tally, lambda: threading.get_ident() == here)
-    try:
-        yield
-    finally:
-        stop()
 
 
 def watch_launches(tally: Tally, is_watched: Callable[[], bool]) -> Callable[[], None]:

@@ -49,7 +49,7 @@ from ..operators.matrix_work import (
 from ..operators.sparse import is_sparse
 from ..registry import OPERATOR_FORMULAS
 from ..shadow.values import Value
-from .data_flow import DataFlow, in_function
+from .data_flow import DataFlow, Ran, in_function
 from .padding import PAD, PaddedHeads
 from .phases import phase_in_backward
 
@@ -106,9 +106,7 @@ class Tally:
         self._scales: dict[int, Scale] = {}
         self._forward_work: dict[int, tuple[int, int]] = {}
         self._padded = PaddedHeads()
-        self._eager = (
-            EagerAttention(self._resolve_eager, self._rescale, self) if self.pairs.masks_matter else None
-        )
+        self._eager = EagerAttention(self) if self.pairs.masks_matter else None
 
     def enter_module(self, path: str) -> None:
         """Record that a module's forward begins."""
@@ -131,7 +129,7 @@ class Tally:
     def record(self, name: str, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Count an operator that has run."""
         entry = self._count(name, func, args, kwargs, out)
-        self._flow.record(name, func, args, kwargs, out, entry)
+        self._flow.record(Ran(name, func, args, kwargs, out), entry)
         if (
             self._eager is not None
             and isinstance(func, OpOverload)
@@ -300,7 +298,7 @@ class Tally:
             allowed = mask_of_function(function, shape, partial(torch.arange, device=device))
         return None if allowed is None else readable(allowed)
 
-    def _resolve_eager(self, shape: Sequence[int], masks: Sequence[Value | None]) -> Scale:
+    def resolve_eager(self, shape: Sequence[int], masks: Sequence[Value | None]) -> Scale:
         """For scores of this shape that enter a softmax: converts plain FLOPs to needed and executed ones."""
         module, whole = self._paths[-1], prod(shape)
         pairs = functools.cache(lambda: self.pairs.dense(shape, masks, FULL, module))
@@ -311,7 +309,7 @@ class Tally:
 
         return scale
 
-    def _rescale(self, entry: Entry, scale: Scale) -> None:
+    def rescale(self, entry: Entry, scale: Scale) -> None:
         """Rescale a product that turns out to belong to attention, and its gradients later."""
         self._when_known(partial(_rescale, entry, scale))
         if entry.sequence is not None:

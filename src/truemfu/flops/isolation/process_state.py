@@ -66,24 +66,24 @@ def untouched_casts() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def flex_attention_anywhere() -> Iterator[None]:
-    """Let flex attention accept CPU tensors that need gradients, since fake tensors need no kernel."""
-    with replaced(FLEX_CHECK, lambda check, *args, **kwargs: None):
-        yield
+def for_fake_tensors() -> Iterator[None]:
+    """What torch does otherwise on fake tensors: attention as on a GPU, and no message for each failure.
 
-
-@contextlib.contextmanager
-def attention_in_given_dtype() -> Iterator[None]:
-    """Products of attention in the dtype of its inputs, as the fused kernels of a GPU compute them.
-
-    A CPU has no such kernel for attention with dropout, and torch then computes bf16 and fp16 in fp32.
+    Flex attention accepts CPU tensors that need gradients, since fake tensors need no kernel. Products of
+    attention have the dtype of its inputs, as in the fused kernels of a GPU: a CPU has no such kernel for
+    attention with dropout, and torch then computes bf16 and fp16 in fp32. The traceback that torch logs for
+    every operator that fails is suppressed.
     """
-    is_allowed = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
-    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
+    logger, cuda = logging.getLogger("torch._subclasses.fake_tensor"), torch.backends.cuda
+    is_allowed, is_silent = cuda.fp16_bf16_reduction_math_sdp_allowed(), logger.disabled
+    cuda.allow_fp16_bf16_reduction_math_sdp(True)
+    logger.disabled = True
     try:
-        yield
+        with replaced(FLEX_CHECK, lambda check, *args, **kwargs: None):
+            yield
     finally:
-        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(is_allowed)
+        cuda.allow_fp16_bf16_reduction_math_sdp(is_allowed)
+        logger.disabled = is_silent
 
 
 @contextlib.contextmanager
@@ -98,14 +98,3 @@ def local_attention() -> Iterator[None]:
         yield
     finally:
         F.scaled_dot_product_attention = exchanging
-
-
-@contextlib.contextmanager
-def quiet_fake_tensors() -> Iterator[None]:
-    """Suppress the traceback that torch logs for every operator that fails on fake tensors."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before

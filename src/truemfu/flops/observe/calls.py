@@ -7,24 +7,13 @@ no context in its forward (`setup_context`) leaves the question open.
 
 from __future__ import annotations
 
-import enum
 import inspect
-import sys
 from types import CodeType, FrameType
 from typing import Any
 
 from torch.autograd.function import BackwardCFunction
 
-from ..count.data_flow import forward_codes
-
-
-class Call(enum.Enum):
-    """How the Functions among the callers were called."""
-
-    NONE = "no Function is among the callers"
-    WITH_GRADIENTS = "called with gradients"
-    WITHOUT_GRADIENTS = "called without gradients"
-    UNKNOWN = "unknown"
+from ..count.data_flow import APART, UNDECIDED, calling_frames, forward_codes
 
 
 class FunctionCalls:
@@ -33,12 +22,12 @@ class FunctionCalls:
     def __init__(self) -> None:
         self._is_forward: dict[CodeType, bool] = {}
 
-    def current(self) -> Call:
-        """How the Functions whose forward runs now were called: with gradients if one of them was."""
-        found = Call.NONE
-        frame: FrameType | None = sys._getframe(1)
+    def phase(self) -> str | None:
+        """The phase of an operator in the Functions whose forward runs now: forward if one of them was called
+        with gradients. None if no Function is among the callers."""
+        found: str | None = None
         forwards: frozenset[Any] | None = None
-        while frame is not None:
+        for frame in calling_frames():
             code = frame.f_code
             if code not in self._is_forward:
                 forwards = forwards or forward_codes()
@@ -46,12 +35,10 @@ class FunctionCalls:
             if self._is_forward[code]:
                 context = _context(frame)
                 if context is None:
-                    found = Call.UNKNOWN
+                    found = UNDECIDED
                 elif context.next_functions:
-                    return Call.WITH_GRADIENTS
-                elif found is Call.NONE:
-                    found = Call.WITHOUT_GRADIENTS
-            frame = frame.f_back
+                    return "forward"
+                found = found or APART
         return found
 
 

@@ -77,15 +77,10 @@ class CompiledRegions:
     def __init__(self, is_watched: Callable[[], bool], ran: Callable[[Any, Any], None]) -> None:
         self._is_watched, self._ran = is_watched, ran
         self._local = threading.local()
-        self._restore: Callable[[], None] = lambda: None
 
-    def enter(self) -> None:
-        """Begin to watch."""
-        self._restore = compiler.replace_region_call(self._call)
-
-    def leave(self) -> None:
-        """Stop watching."""
-        self._restore()
+    def watch(self) -> Callable[[], None]:
+        """Begin to watch; returns what ends that."""
+        return compiler.replace_region_call(self._call)
 
     def is_inside(self) -> bool:
         """Whether this thread runs a region's code: its operators are counted from the graph."""

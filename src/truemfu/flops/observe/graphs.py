@@ -80,10 +80,9 @@ class Captures:
         self._observers.append(observer)
 
     def end_step(self, observer: Any) -> None:
-        """Stop reporting to this observer, if it began."""
-        if observer in self._observers:
-            self._observers.remove(observer)
-            self.release()
+        """Stop reporting to this observer."""
+        self._observers.remove(observer)
+        self.release()
 
     def _begin(self, original: Any, graph: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(graph, *args, **kwargs)

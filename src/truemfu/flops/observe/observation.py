@@ -29,14 +29,14 @@ from ...torch_private.dispatch import (
 from ...torch_private.watching import detects_overwrites, version_of
 from ..attention.eager import EagerAttention
 from ..attention.masks import MASK_NOT_READ
-from ..count.data_flow import APART, UNDECIDED, is_custom
+from ..count.data_flow import APART, is_custom
 from ..count.padding import PAD
 from ..count.step_work import StepWork, work_of
 from ..count.tally import Entry, Tally, operator_name
 from ..flop_count import FlopCount
 from ..operators.matrix_work import matters
 from ..shadow.values import Value
-from .calls import Call, FunctionCalls
+from .calls import FunctionCalls
 from .compiled import RegionRun
 from .copies import Copies, Uncopied
 from .graphs import GraphReplay
@@ -169,10 +169,8 @@ class Observation(Tally):
             return super()._phase(node)
         if torch.is_grad_enabled() or self.training_passes:
             return "forward"
-        call = self._functions.current()
-        if call is Call.NONE and self.generation_pass:
-            return f"{APART} {self.generation_pass}"
-        return "forward" if call is Call.WITH_GRADIENTS else UNDECIDED if call is Call.UNKNOWN else APART
+        generated = f"{APART} {self.generation_pass}" if self.generation_pass else APART
+        return self._functions.phase() or generated
 
     def _count(self, name: str, func: Any, args: Any, kwargs: Any, out: Any) -> Entry | None:
         try:
@@ -204,7 +202,7 @@ class Observation(Tally):
             self._first_batch_at = len(self.entries)
         if may_be_packed and self._eager is None:
             self.pairs.masks_matter = True
-            self._eager = EagerAttention(self._resolve_eager, self._rescale, self)
+            self._eager = EagerAttention(self)
             self._is_work.clear()
 
     def resolve(self, documents: Sequence[Documents | None] = ()) -> None:

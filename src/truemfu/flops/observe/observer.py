@@ -9,6 +9,7 @@ Threads of autograd inherit the mode; other threads are not seen.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
@@ -55,7 +56,7 @@ class StepObserver:
         self._thread = threading.get_ident()
         self._passes: list[bool] = []
         self._generation_passes = 0
-        self._stop_launches: Callable[[], None] = lambda: None
+        self._watches = contextlib.ExitStack()
 
     def enter(self) -> None:
         """Begin to watch this thread, and autograd's threads as it uses them."""
@@ -65,19 +66,17 @@ class StepObserver:
             self._seen.fail(reason)
             return
         self._seen.mark_start()
-        self._regions.enter()
+        self._watches.callback(self._regions.watch())
         if self._captures is not None:
             self._captures.begin_step(self)
+            self._watches.callback(self._captures.end_step, self)
         put_at_the_bottom(self._mode)
-        self._stop_launches = watch_launches(self._seen, self._is_watching)
+        self._watches.callback(watch_launches(self._seen, self._is_watching))
 
     def leave(self) -> Observation:
         """Stop watching; what was seen. Never raises."""
         self._mode.is_finished = True
-        self._regions.leave()
-        if self._captures is not None:
-            self._captures.end_step(self)
-        self._stop_launches()
+        self._watches.close()
         if threading.get_ident() == self._thread:
             try:
                 take_out(_is_finished)

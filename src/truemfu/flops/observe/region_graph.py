@@ -114,11 +114,10 @@ class RegionGraph:
             recomputes = is_backward and not node.depends_on_gradient
             written_out = _written_out(self, node, values)
             if written_out is not None:
+                name = "mm" if written_out[0].dim() == 2 else "bmm"
                 yield Product(
-                    name="aten::mm" if written_out[0].dim() == 2 else "aten::bmm",
-                    operator=torch.ops.aten.mm.default
-                    if written_out[0].dim() == 2
-                    else torch.ops.aten.bmm.default,
+                    name=f"aten::{name}",
+                    operator=getattr(torch.ops.aten, name).default,
                     args=written_out,
                     kwargs={},
                     out=values.of(node.name),

@@ -18,11 +18,9 @@ import threading
 import time
 from typing import Any
 
-from torch.autograd import profiler as torch_profiler
-
 from ...convention import Convention
 from ...errors import UsageError
-from ...torch_private.profiling import after_failed_start, is_profiler_in_use
+from ...torch_private.profiling import start_recording, stop_recording
 from ..flop_count import FlopCount
 from .recording import Recording
 
@@ -47,18 +45,7 @@ class StepProfiler:
         began_s = time.perf_counter()
         if self._profile is not None:
             raise UsageError("this StepProfiler is already recording: call stop() before the next start()")
-        if is_profiler_in_use():
-            raise UsageError(
-                "another torch.profiler is set up or recording in this process, and only one can be active: "
-                "measure a step outside its `with` block"
-            )
-        profile = torch_profiler.profile(use_cpu=True, record_shapes=True, use_kineto=True)
-        try:
-            profile.__enter__()
-        except RuntimeError as error:
-            after_failed_start()
-            raise UsageError(f"torch.profiler cannot record here: {error}") from error
-        self._profile, self._thread = profile, threading.get_ident()
+        self._profile, self._thread = start_recording(), threading.get_ident()
         self._start_s = time.perf_counter() - began_s
 
     def stop(self) -> StepProfile:
@@ -69,12 +56,9 @@ class StepProfiler:
         if self._thread != threading.get_ident():
             raise UsageError("a StepProfiler must be stopped on the thread it was started on")
         profile, self._profile = self._profile, None
-        try:
-            profile.__exit__(None, None, None)
-        except RuntimeError as error:
-            raise UsageError(f"other code has stopped the recording: {error}") from error
+        recording = stop_recording(profile)
         cost_s = self._start_s + time.perf_counter() - began_s
-        return StepProfile(profile.kineto_results, self._convention, cost_s)
+        return StepProfile(recording, self._convention, cost_s)
 
 
 class StepProfile:

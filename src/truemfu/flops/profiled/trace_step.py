@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol
@@ -85,11 +85,13 @@ class _Traced(Recording):
     """Counts the ranges of a trace, and remembers which range each product is of."""
 
     def __init__(self, roots: Sequence[_Event]) -> None:
-        raw = [event.raw for root in roots for event in root.all()]
-        tree = SimpleNamespace(experimental_event_tree=lambda: roots, events=lambda: raw)
+        tree = SimpleNamespace(experimental_event_tree=lambda: roots)
         super().__init__(tree, Convention(attention="causal"))
         self.found: dict[int, Entry] = {}
         self.recomputed: set[int] = set()
+
+    def _raw(self, event: Any) -> Any:
+        return event
 
     def _operator(self, event: Any, context: EventContext) -> int:
         if context.phase == "recompute":
@@ -165,7 +167,7 @@ def _size(tensor: Any) -> int:
 
 
 class _Event:
-    """A range as an event of torch's tree."""
+    """A range as an event of torch's tree, and as that event outside of it."""
 
     def __init__(self, one: TracedRange, node: str | None = None) -> None:
         """`node` is the name of the autograd node that it is directly below."""
@@ -182,23 +184,10 @@ class _Event:
             inputs=inputs,
             sequence_number=sequence,
         )
-        self.raw = SimpleNamespace(
-            correlation_id=lambda: self.correlation_id,
-            concrete_inputs=lambda: inputs,
-            fwd_thread_id=lambda: 0,
-            start_thread_id=lambda: 0,
-            sequence_nr=lambda: sequence,
-        )
+        self.concrete_inputs, self.sequence_nr = (lambda: inputs), (lambda: sequence)
+        self.fwd_thread_id = self.start_thread_id = lambda: 0
         inner = one.name.removeprefix(NODE) if one.name.startswith(NODE) else None
         self.children = [_Event(child, inner) for child in one.children]
-
-    def all(self) -> Iterator[_Event]:
-        """This event and those below it."""
-        stack = [self]
-        while stack:
-            event = stack.pop()
-            yield event
-            stack += event.children
 
 
 def _inputs(dims: Sequence[Any], types: Sequence[Any], concrete: Sequence[Any] | None) -> list[Any]:

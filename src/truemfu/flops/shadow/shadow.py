@@ -265,12 +265,6 @@ class _Uncopied:
     __next__ = send = get = get_nowait = put = put_nowait = _refuse
 
 
-def _copy_of_generator(generator: torch.Generator) -> torch.Generator:
-    made = torch.Generator(device=generator.device)
-    made.set_state(generator.get_state())
-    return made
-
-
 def _copy_slots(thing: Any, shell: Any, tree: Callable[[Any], Any]) -> None:
     for cls in type(thing).__mro__:
         slots = cls.__dict__.get("__slots__", ())
@@ -328,7 +322,7 @@ _MAKERS: tuple[tuple[type | tuple[type, ...], Callable[[Shadow, Any], Any]], ...
     (types.FunctionType, Shadow._function),
     (_COPIED_C_TYPES, Shadow._object),
     (weakref.ref, Shadow._reference),
-    (torch.Generator, lambda _, generator: _copy_of_generator(generator)),
+    (torch.Generator, lambda _, generator: generator.clone_state()),
     ((random.Random, bytearray, array.array, torch.autocast), lambda _, thing: copy.copy(thing)),
     (_CACHE, lambda shadow, cached: shadow.tree(cached.__wrapped__)),
 )
