@@ -29,6 +29,7 @@ from .count.step_work import StepWork
 from .flop_count import FlopCount
 from .host_copy import HostCopy
 from .isolation.process_state import AutocastState, autocast_state
+from .isolation.random_states import preserved_random_states
 from .models.example_batch import example_batch
 from .models.hf_config import BuildOptions, model_from_config, read_config
 from .models.lora import parse_lora
