@@ -43,6 +43,12 @@ DONE, FAILED, WRONG_CALL, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
 _LEAVING_IN_ORDER = ("audit", "explain", "top", "try")
 
 
+_debug_option = click.option(
+    "--debug", is_flag=True, expose_value=False, help="Show the traceback of an error."
+)
+"""Of every command; `main` reads it."""
+
+
 class _InOrder(click.Group):
     """Commands in the order in which people need them, not by the alphabet."""
 
@@ -116,7 +122,7 @@ for _command in (
     summarize,
     completion,
 ):
-    cli.add_command(_command)
+    cli.add_command(_debug_option(_command))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

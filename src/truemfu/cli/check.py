@@ -13,7 +13,7 @@ from ..errors import UsageError
 from ..hardware.detect import dtype_name, find_spec, override_flops_per_s
 from ..hardware.search import named_device
 from ..text import on_one_line
-from .console import FilePath, debug_option, json_option, output, print_json, say, table, working
+from .console import FilePath, json_option, output, print_json, say, table, working
 from .options import SIZE_NAMES, Amount, device_keys, older_names
 
 if TYPE_CHECKING:
@@ -79,7 +79,6 @@ def _figure_option(name: str, *, help: str, scale: float = 1.0) -> Callable[...,
     help="Percent by which a figure that agrees may differ.",
 )
 @json_option
-@debug_option
 def check(
     log: Path | None,
     model: str | None,

@@ -13,7 +13,6 @@ from ..text import on_one_line
 from .console import (
     FilePath,
     check_suffix,
-    debug_option,
     ignoring_closed_pipe,
     json_option,
     output,
@@ -71,7 +70,6 @@ def _fraction(context: click.Context, param: click.Parameter, value: float | Non
 )
 @format_option("markdown", "json")
 @json_option
-@debug_option
 def compare(
     a: Path,
     b: Path,

@@ -37,13 +37,6 @@ WIDEST_TABLE = 400
 """Some tables have sentences in the last column; a narrow window wraps them, nothing is truncated."""
 
 
-def debug_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`--debug`, which `main` reads; every command has it."""
-    return click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")(
-        command
-    )
-
-
 def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")(command)
 

@@ -15,7 +15,6 @@ from ..known_models import COMPARED, known_models
 from ..sweep.sizes import SIZES
 from .console import (
     SafeConsole,
-    debug_option,
     json_option,
     output,
     percent,
@@ -114,7 +113,6 @@ def _list_models(context: click.Context, parameter: click.Parameter, is_wanted: 
     help="Show the well-known models that can be given by name, and exit.",
 )
 @json_option
-@debug_option
 @click.pass_context
 def count(
     context: click.Context,

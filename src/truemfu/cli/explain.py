@@ -16,7 +16,6 @@ from ..errors import UsageError
 from .console import (
     FilePath,
     check_suffix,
-    debug_option,
     json_option,
     output,
     print_json,
@@ -25,14 +24,15 @@ from .console import (
     working,
     writing,
 )
+from .progress import Progress
 from .run import RUNS_FOLDER, folder_name, is_there
 
 if TYPE_CHECKING:
     from ..census.record import Census
 
-_LINE_EVERY_S = 10.0
 _STEPS = 12
 """About so many are needed before one is recorded."""
+_STAGES = ("explain: waiting for a step to record", "explain: a step is recorded, timing ordinary steps")
 
 
 @click.command(
@@ -57,7 +57,6 @@ _STEPS = 12
 @click.option(
     "--device", metavar="NAME", help="The device of a trace that does not name it: `truemfu devices`."
 )
-@debug_option
 @click.argument("source", nargs=-1, required=True, type=click.UNPROCESSED, metavar="DIR | TRACE | -- COMMAND")
 def explain(
     as_json: bool, page: Path | None, traced: Path | None, device: str | None, source: tuple[str, ...]
@@ -155,8 +154,10 @@ def _recorded(command: tuple[str, ...]) -> Path | None:
     settings = RunSettings(output=str(folder.absolute()), census=True, began_s=time.time())
     environment = settings.environment(os.environ)
     del environment[FIRST_PROCESS]  # the command is not this process
-    progress = _Progress()
-    run = run_until_census(call, environment, folder, on_wait=progress.update)
+    progress = Progress()
+    run = run_until_census(
+        call, environment, folder, on_wait=lambda stage: progress.update(lambda: _STAGES[stage], stage)
+    )
     if run.folder is None:
         say(
             f"error: the command ended with code {run.code} before a step was recorded: it has to make "
@@ -164,22 +165,6 @@ def _recorded(command: tuple[str, ...]) -> Path | None:
             err=True,
         )
     return run.folder
-
-
-class _Progress:
-    """A line on stderr every few seconds."""
-
-    def __init__(self) -> None:
-        self._began_s = self._shown_s = time.monotonic()
-        self._was_recorded = False
-
-    def update(self, is_recorded: bool) -> None:
-        now_s = time.monotonic()
-        if now_s - self._shown_s < _LINE_EVERY_S and is_recorded == self._was_recorded:
-            return
-        self._shown_s, self._was_recorded = now_s, is_recorded
-        what = "a step is recorded, timing ordinary steps" if is_recorded else "waiting for a step to record"
-        say(f"explain: {what}, {now_s - self._began_s:.0f} s", err=True)
 
 
 def _show(census: Census) -> None:

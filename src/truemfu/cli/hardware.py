@@ -13,7 +13,7 @@ from ..hardware.ceiling.ceiling import CeilingRun, MatmulCeiling, measure_ceilin
 from ..hardware.detect import device_name, dtype_name, override_flops_per_s, spec_of
 from ..hardware.search import search_devices
 from ..hardware.specs import DTYPES
-from .console import debug_option, json_option, output, percent, print_json, table, working
+from .console import json_option, output, percent, print_json, table, working
 from .options import device_keys, separated
 
 _COLUMNS = (
@@ -33,7 +33,6 @@ _MEASURED_DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "int8")
 @click.command(short_help="List datasheet peaks, and the row this machine matches.")
 @click.argument("name", nargs=-1, shell_complete=device_keys)
 @json_option
-@debug_option
 def devices(name: tuple[str, ...], as_json: bool) -> None:
     """The table of dense peaks, or the rows with NAME in their name, and the row this machine matches.
 
@@ -83,7 +82,6 @@ def devices(name: tuple[str, ...], as_json: bool) -> None:
 )
 @click.option("--seconds", type=float, help="Length of each sustained run.  [default: 2; 0.5 on a CPU]")
 @json_option
-@debug_option
 def peak(dtypes: tuple[str, ...], seconds: float | None, as_json: bool) -> int:
     """The matmul rate this device reaches now, in a burst and sustained, compared with its datasheet.
 

@@ -8,7 +8,7 @@ import click
 
 from ..errors import UsageError
 from ..plain_files import what_is_there
-from .console import FilePath, debug_option, say, writing
+from .console import FilePath, say, writing
 
 
 @click.command(
@@ -30,7 +30,6 @@ from .console import FilePath, debug_option, say, writing
     metavar="AMOUNT",
     help="Price of a GPU hour: adds the cost of a million tokens.",
 )
-@debug_option
 def report(folders: tuple[Path, ...], output_path: Path | None, price_per_gpu_hour: float | None) -> None:
     """One self-contained HTML report of the run or sweep in DIR, detected from its files.
 

@@ -19,7 +19,7 @@ from ..commit import KNOWN_COMMIT, git_commit
 from ..environment import is_disabled
 from ..errors import UsageError, closest
 from ..hardware.detect import override_flops_per_s
-from .console import FilePath, debug_option, say
+from .console import FilePath, say
 from .options import separated
 
 _NOT_FOUND, _CANNOT_RUN = 127, 126
@@ -56,7 +56,6 @@ RUNS_FOLDER = "truemfu-runs"
     help="Of a training with Opacus: compare the clipped gradients of step 2 and of every 500th with a loop "
     "over the samples (docs/private.md).",
 )
-@debug_option
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def run(
     output: Path | None,

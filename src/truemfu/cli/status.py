@@ -13,7 +13,7 @@ from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
-from .console import FilePath, debug_option, json_option, output, print_json, say, table, table_width
+from .console import FilePath, json_option, output, print_json, say, table, table_width
 
 if TYPE_CHECKING:
     from ..records import RunSummary
@@ -34,7 +34,6 @@ _SHOWN = (
 @click.command(short_help="Show a run, running or ended; without a folder, list the runs here.")
 @click.argument("folder", metavar="[DIR]", required=False, type=FilePath())
 @json_option
-@debug_option
 def status(folder: Path | None, as_json: bool) -> None:
     """The run in DIR so far: steps, step time, MFU, tokens/s, loss, and whether and how it ended.
 

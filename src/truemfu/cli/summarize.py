@@ -13,7 +13,6 @@ from .console import (
     WIDEST_TABLE,
     FilePath,
     check_suffix,
-    debug_option,
     json_option,
     output,
     print_tables,
@@ -42,7 +41,6 @@ _LONGEST_LOG_LINE = 1000
 )
 @format_option("markdown", "json", "csv")
 @json_option
-@debug_option
 def summarize(
     folder: Path | None, logs_dir: Path | None, output_path: Path | None, shown_as: str, as_json: bool
 ) -> None:

@@ -19,7 +19,7 @@ from ..errors import RecordError, UsageError, closest
 from ..plain_files import what_is_there
 from ..records import Status, SweepRecord, read_record
 from ..text import counted
-from .console import FilePath, debug_option, ignoring_closed_pipe, json_option, say
+from .console import FilePath, ignoring_closed_pipe, json_option, say
 from .options import SIZE_NAMES, numbers_option, older_names, texts_option
 
 if TYPE_CHECKING:
@@ -154,7 +154,6 @@ _OF_CLUSTER = "job_"
     "--dry-run", is_flag=True, help="List the experiments and what each requests, without starting any."
 )
 @json_option
-@debug_option
 def sweep(
     mode: str,
     config_path: Path | None,

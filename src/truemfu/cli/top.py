@@ -32,7 +32,7 @@ from ..hardware.counters.samples import CounterSource
 from ..hardware.counters.trace import Recorder, Replay
 from ..hardware.counters.windows import GPM_LAG_S, combine
 from ..trackers.prometheus_server import parse_address
-from .console import FilePath, SafeConsole, debug_option, json_option, output, print_json, say
+from .console import FilePath, SafeConsole, json_option, output, print_json, say
 from .top_screen import Reading, reading_of, screen
 
 # The counters are updated every 0.1 s: at shorter intervals the figures would depend on the time of reading.
@@ -68,7 +68,6 @@ _WHOLE_TRACE = 10**7
     "machine can connect; 0.0.0.0:9400 serves every machine that can reach the port.",
 )
 @json_option
-@debug_option
 def top(
     once: bool,
     interval_s: float,

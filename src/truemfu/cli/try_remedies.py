@@ -16,7 +16,6 @@ from ..errors import UsageError, closest
 from ..text import age, counted, on_one_line
 from .console import (
     FilePath,
-    debug_option,
     ignoring_closed_pipe,
     json_option,
     output,
@@ -91,7 +90,6 @@ def _seconds(context: click.Context, param: click.Parameter, value: str | None) 
 )
 @click.option("--only", multiple=True, metavar="NAME", help="Only these remedies; several with commas.")
 @json_option
-@debug_option
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def try_remedies(
     folder: Path | None,
