@@ -204,8 +204,7 @@ def _show(opinion: Opinion) -> None:
     for name, text in facts(opinion):
         console.print(on_one_line(f"{name}: {text}"))
     console.print()
-    drawn = table("figure", "logged", "ours", "verdict")
-    drawn.columns[3].justify = "left"
+    drawn = table("figure", "logged", "ours", "verdict", texts=["verdict"])
     for row in figure_rows(opinion):
         drawn.add_row(*row)
     console.print(drawn, "")

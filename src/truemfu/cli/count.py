@@ -44,9 +44,8 @@ def _list_models(context: click.Context, parameter: click.Parameter, is_wanted: 
     """`--list`: the well-known models, then nothing else."""
     if not is_wanted or context.resilient_parsing:
         return
-    names = table("model", "also", "on huggingface.co", "parameters")
-    for column in names.columns[:-1]:
-        column.justify = "left"
+    columns = ("model", "also", "on huggingface.co", "parameters")
+    names = table(*columns, texts=columns[:-1])
     for model in known_models():
         names.add_row(model.name, " ".join(model.also), model.hub, f"{model.parameters:,}")
     output().print(names)

@@ -109,8 +109,7 @@ def why_no_peak(wanted: PlanOptions, by_dtype: Iterable[str]) -> str:
 
 def show_plan(console: SafeConsole, plan: TrainingPlan, length: int | None, no_peak: str) -> None:
     """Print it; `no_peak` is the reason if its peak is unknown."""
-    drawn = table("without a run", "")
-    drawn.columns[1].justify = "left"
+    drawn = table("without a run", "", texts=[""])
     for label, text in _rows(plan, no_peak):
         drawn.add_row(label, text)
     console.print("", drawn, "")

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.cells import cell_len
-from rich.table import Table
-from rich.text import Text
 
 from .console import FilePath, json_option, output, print_json, say, table, table_width
 
@@ -20,6 +16,7 @@ if TYPE_CHECKING:
     from ..report.run.load import LoadedRun
 
 _SHORTEST_STATE = 30
+"""To so much a long state, such as an error, is cut on a terminal."""
 _SHOWN = (
     "step, median",
     "MFU, median",
@@ -111,10 +108,11 @@ def _list_runs(top: Path, as_json: bool) -> None:
     if as_json:
         print_json([state for state, _ in states])
         return
-    rows = []
+    runs = table("run", "started", "steps", "MFU or FLOP/s", "state", texts=["state"])
+    runs.columns[-1].min_width = _SHORTEST_STATE
     for state, summary in states:
         rate = summary.median_tflops_per_gpu
-        row = (
+        runs.add_row(
             state["folder"],
             (state["started_at"] or "unknown")[:16].replace("T", " "),
             f"{state['steps']:,}",
@@ -123,31 +121,7 @@ def _list_runs(top: Path, as_json: bool) -> None:
             else flop_rate(1e12 * rate) + estimate_mark(summary),
             on_one_line(state["state"]),
         )
-        rows.append(row)
-    _print_runs(rows)
-
-
-def _print_runs(rows: Sequence[tuple[str, ...]]) -> None:
-    """A line for each run: on a terminal a long state, such as an error, is cut to the width."""
-    whole = table_width(_table_of(rows))
-    console = output(whole)
-    longest = max(cell_len(row[-1]) for row in rows)
-    room = max(_SHORTEST_STATE, longest - max(0, whole - console.width))
-    console.print(_table_of([(*row[:-1], _cut(row[-1], room)) for row in rows]))
-
-
-def _table_of(rows: Sequence[tuple[str, ...]]) -> Table:
-    runs = table("run", "started", "steps", "MFU or FLOP/s", "state")
-    runs.columns[-1].justify = "left"
-    for row in rows:
-        runs.add_row(*row)
-    return runs
-
-
-def _cut(text: str, width: int) -> str:
-    cut = Text(text)
-    cut.truncate(width, overflow="ellipsis")
-    return cut.plain
+    output(table_width(runs)).print(runs)
 
 
 def _state_of(run: LoadedRun, summary: RunSummary) -> dict[str, Any]:

@@ -13,14 +13,14 @@ import click
 
 from ..environment import is_disabled
 from ..errors import UsageError, closest
-from ..text import age, counted, on_one_line
+from ..text import age, on_one_line
 from .console import (
     FilePath,
     ignoring_closed_pipe,
     json_option,
     output,
+    print_tables,
     say,
-    table,
     working,
 )
 from .options import separated
@@ -119,7 +119,8 @@ def try_remedies(
     """
     from ..integrations.run_settings import python_command
     from ..remedies.table import BY_NAME
-    from ..trial.texts import SIDE_EFFECTS, failure_lines, json_text
+    from ..report.drawing.documents import json_text
+    from ..trial.texts import SIDE_EFFECTS, failure_lines
     from ..trial.trial import TrialSettings, UnchangedFailed, run_trial
 
     names = separated(only)
@@ -199,19 +200,10 @@ class _Progress:
 
 
 def _show(trial: Trial) -> None:
-    from ..trial.texts import COLUMNS, conclusion, other_lines, row_of, shown_cases
+    from ..trial.texts import conclusion, other_lines, tables_of
 
     console = output()
-    cases = shown_cases(trial)
-    if cases:
-        runs = counted(trial.unchanged_runs, "run")
-        drawn = table(*COLUMNS, title=f"unchanged: {1e3 * trial.step_time_s:.2f} ms a step, {runs}")
-        for column in (drawn.columns[1], drawn.columns[-1]):
-            column.justify = "left"
-        for case in cases:
-            drawn.add_row(*map(on_one_line, row_of(case)))
-        console.print(drawn)
-        console.print()
+    print_tables(console, tables_of(trial))
     for line in other_lines(trial):
         console.print(on_one_line(line), style="dim")
     for note in trial.notes:
