@@ -11,10 +11,9 @@ import click
 from ..convention import Attention
 from ..errors import UsageError
 from ..hardware.detect import dtype_name, find_spec, override_flops_per_s
-from ..hardware.search import named_device
 from ..text import on_one_line
-from .console import FilePath, json_option, output, print_json, say, table, working
-from .options import SIZE_NAMES, Amount, device_keys, older_names
+from .console import FilePath, json_option, output, print_json, table, working
+from .options import SIZE_NAMES, Amount, device_keys, device_of_table, older_names
 
 if TYPE_CHECKING:
     from ..check.conventions import Work
@@ -186,9 +185,7 @@ def _peak(device: str | None, dtype: str) -> Peak:
     dtype = dtype_name(dtype)
     if device is None:
         return Peak(flops_per_s=override_flops_per_s(), dtype=dtype)
-    name, others = named_device(device)
-    if others:
-        say(f"note: {device} is taken as {name}; its other variants: {', '.join(others)}", err=True)
+    name = device_of_table(device)
     spec = find_spec(name)
     assert spec is not None
     peak = peak_of(spec, dtype)

@@ -24,6 +24,7 @@ from .console import (
     working,
     writing,
 )
+from .options import device_of_table
 from .progress import Progress
 from .run import RUNS_FOLDER, folder_name, is_there
 
@@ -82,9 +83,7 @@ def explain(
     check_suffix(page, (".html",))
     check_suffix(traced, (".gz",), "--trace")
     if device is not None:
-        from ..hardware.search import named_device
-
-        device = named_device(device)[0]
+        device = device_of_table(device)
     path = Path(source[0])
     if len(source) > 1 or not path.exists() or path.suffix == ".py":
         _refuse_several(source)

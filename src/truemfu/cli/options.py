@@ -11,7 +11,9 @@ import click
 from click.shell_completion import CompletionItem
 
 from ..errors import UsageError
+from ..hardware.search import named_device
 from ..hardware.specs import DEVICES
+from .console import say
 
 _AMOUNT = re.compile(r"(?P<number>[\d.]+(?:[eE][+-]?\d+)?)(?P<unit>[kKmMbBgGtT]?)")
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
@@ -70,6 +72,14 @@ def device_keys(context: click.Context, parameter: click.Parameter, incomplete: 
     """Completion of a device: the keys of the table."""
     typed = incomplete.casefold()
     return [CompletionItem(spec.key, help=spec.name) for spec in DEVICES if spec.key.startswith(typed)]
+
+
+def device_of_table(text: str) -> str:
+    """The device of the table that a name means; notes on stderr which variant is assumed."""
+    name, others = named_device(text)
+    if others:
+        say(f"note: {text} is taken as {name}; its other variants: {', '.join(others)}", err=True)
+    return name
 
 
 def separated(values: Sequence[str]) -> tuple[str, ...]:

@@ -177,7 +177,6 @@ class _Progress:
 
     def __init__(self, update: Callable[[str], None] | None) -> None:
         self._update = update
-        self._count = 1
 
     def planned(self, plan: Plan, first: TrialRun, evidence: Evidence, seconds: float) -> None:
         from ..trial.texts import plan_lines
@@ -185,12 +184,9 @@ class _Progress:
         for line in plan_lines(plan, first, evidence, seconds):
             say(line, err=True)
 
-    def started(self, number: int, count: int, name: str) -> None:
-        self._count = count
-
-    def waiting(self, number: int, name: str, seconds: float) -> None:
+    def waiting(self, number: int, count: int, name: str, seconds: float) -> None:
         if self._update is not None:
-            self._update(f"{number} of about {self._count}: {name}, {seconds:.0f} s")
+            self._update(f"{number} of about {count}: {name}, {seconds:.0f} s")
 
     def ended(self, run: TrialRun) -> None:
         from statistics import median
