@@ -29,7 +29,7 @@ from ..records import write_record
 from ..text import counted
 from .audit_tables import show_audit
 from .console import FilePath, json_option, say, working
-from .options import older_names
+from .options import list_option, older_names
 from .progress import Progress
 
 _COUNT_FROM_START = 1000
@@ -55,7 +55,7 @@ _NO_KERNEL_YET = "audit: no kernel profiled yet"
     help=f"Stop after this many launches.  [default: all of the step; {_COUNT_FROM_START} with --from-start]",
 )
 @click.option("--kernel-name", help="Only kernels of this name, or regex:EXPRESSION.")
-@click.option("--metrics", default="", help="More ncu metrics, comma-separated; only written to --record.")
+@list_option("--metrics", help="More ncu metrics, comma-separated; only written to --record.")
 @click.option(
     "--record",
     "save",
@@ -79,7 +79,7 @@ def audit(
     launch_skip: int,
     launch_count: int | None,
     kernel_name: str | None,
-    metrics: str,
+    metrics: tuple[str, ...] | None,
     save: Path | None,
     saved: Path | None,
     top: int,
@@ -138,7 +138,7 @@ def audit(
             launch_skip=launch_skip,
             launch_count=launch_count,
             kernel_name=kernel_name,
-            metrics=[metric for metric in metrics.split(",") if metric],
+            metrics=metrics or (),
         )
         code = _run(call, log_file, [csv_file, count_file], from_start=from_start, keep_running=keep_running)
         csv_file.write_text(printed_by(ncu, log_file=log_file, report=report), encoding="utf-8")

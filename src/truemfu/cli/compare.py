@@ -21,7 +21,7 @@ from .console import (
     write_text,
     writing,
 )
-from .options import format_option
+from .options import format_option, output_option
 
 if TYPE_CHECKING:
     from ..report.compare.compare import Comparison
@@ -61,12 +61,9 @@ def _fraction(context: click.Context, param: click.Parameter, value: float | Non
     metavar="PERCENT",
     help="Assumed standard deviation between equal runs; not used with four or more runs in total.",
 )
-@click.option(
-    "--output",
-    "-o",
+@output_option(
     "output_path",
-    type=FilePath(),
-    help="Also write the comparison here; the suffix .html, .md or .json selects the format.",
+    "Also write the comparison here; the suffix .html, .md or .json selects the format.",
 )
 @format_option("markdown", "json")
 @json_option

@@ -24,7 +24,7 @@ from .console import (
     working,
     writing,
 )
-from .options import device_of_table
+from .options import device_of_table, output_option
 from .progress import Progress
 from .run import RUNS_FOLDER, folder_name, is_there
 
@@ -40,13 +40,11 @@ _STAGES = ("explain: waiting for a step to record", "explain: a step is recorded
     short_help="Where a step's time goes, kernel by kernel, and what each remedy could gain at most.",
 )
 @json_option
-@click.option(
-    "--output",
-    "-o",
+@output_option(
     "page",
-    type=FilePath(dir_okay=False),
+    "Also write an HTML page.",
     metavar="FILE.html",
-    help="Also write an HTML page.",
+    is_file=True,
 )
 @click.option(
     "--trace",

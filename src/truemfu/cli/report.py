@@ -9,18 +9,16 @@ import click
 from ..errors import UsageError
 from ..plain_files import what_is_there
 from .console import FilePath, say, writing
+from .options import output_option
 
 
 @click.command(
     short_help="Write a self-contained HTML report of a run, a sweep, or several runs side by side."
 )
 @click.argument("folders", metavar="DIR [DIR]...", nargs=-1, required=True, type=FilePath())
-@click.option(
-    "--output",
-    "-o",
+@output_option(
     "output_path",
-    type=FilePath(),
-    help="Path of the report.  [default: report.html in DIR; run_report.html if DIR also has a sweep; "
+    "Path of the report.  [default: report.html in DIR; run_report.html if DIR also has a sweep; "
     "runs_report.html in the current folder for several runs]",
 )
 @click.option(

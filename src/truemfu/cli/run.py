@@ -20,7 +20,7 @@ from ..environment import is_disabled
 from ..errors import UsageError, closest
 from ..hardware.detect import override_flops_per_s
 from .console import FilePath, say
-from .options import separated
+from .options import list_option, output_option
 
 _NOT_FOUND, _CANNOT_RUN = 127, 126
 RUNS_FOLDER = "truemfu-runs"
@@ -30,11 +30,9 @@ RUNS_FOLDER = "truemfu-runs"
     short_help="Run any training command and measure it.",
     context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
 )
-@click.option(
-    "--output",
-    "-o",
-    type=FilePath(),
-    help=f"The run folder.  [default: {RUNS_FOLDER}/DATE-TIME-NAME]",
+@output_option(
+    "output",
+    f"The run folder.  [default: {RUNS_FOLDER}/DATE-TIME-NAME]",
 )
 @click.option("--config", type=FilePath(), help="A YAML or JSON file with the settings of docs/monitor.md.")
 @click.option(
@@ -43,10 +41,9 @@ RUNS_FOLDER = "truemfu-runs"
     help="How FLOPs are found: smart, hybrid, profiler or estimate (docs/monitor.md).  [default: hybrid on a "
     "GPU whose counters can be read, else smart]",
 )
-@click.option(
+@list_option(
     "--tracker",
     "trackers",
-    multiple=True,
     metavar="NAME",
     help="Log to wandb, tensorboard, mlflow, trackio or prometheus too; several with commas.",
 )
@@ -61,7 +58,7 @@ def run(
     output: Path | None,
     config: Path | None,
     mode: str | None,
-    trackers: tuple[str, ...],
+    trackers: tuple[str, ...] | None,
     check_privacy: bool,
     command: tuple[str, ...],
 ) -> None:
@@ -91,7 +88,6 @@ def run(
     from ..report.run.load import holds_run
     from ..trackers.table import check_tracker
 
-    trackers = separated(trackers)
     if mode not in (None, AUTO, *MODES):
         modes = (AUTO, *MODES)
         raise UsageError(f"--mode must be one of {', '.join(modes)}; got {mode!r}{closest(mode, modes)}")
@@ -116,7 +112,7 @@ def run(
                 "run, give another --output.",
                 err=True,
             )
-        for tracker in trackers:
+        for tracker in trackers or ():
             check_tracker(tracker)
         override_flops_per_s()
         settings = RunSettings(

@@ -19,7 +19,7 @@ from .console import (
     say,
     write_text,
 )
-from .options import format_option
+from .options import format_option, output_option
 
 if TYPE_CHECKING:
     from ..report.sweep.figures import SweepSummary
@@ -32,12 +32,9 @@ _LONGEST_LOG_LINE = 1000
 @click.command(short_help="Summarize a sweep's logs as tables, Markdown, CSV or JSON.")
 @click.argument("folder", metavar="DIR", type=FilePath(), required=False)
 @click.option("--logs-dir", type=FilePath(), hidden=True)
-@click.option(
-    "--output",
-    "-o",
+@output_option(
     "output_path",
-    type=FilePath(),
-    help="Also write the summary here; the suffix .json, .csv or .md selects the format.",
+    "Also write the summary here; the suffix .json, .csv or .md selects the format.",
 )
 @format_option("markdown", "json", "csv")
 @json_option

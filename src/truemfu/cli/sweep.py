@@ -20,7 +20,7 @@ from ..plain_files import what_is_there
 from ..records import Status, SweepRecord, read_record
 from ..text import counted
 from .console import FilePath, ignoring_closed_pipe, json_option, say
-from .options import SIZE_NAMES, numbers_option, older_names, texts_option
+from .options import SIZE_NAMES, list_option, older_names, output_option
 
 if TYPE_CHECKING:
     from ..report.sweep.figures import SweepSummary
@@ -63,27 +63,26 @@ _OF_CLUSTER = "job_"
     type=FilePath(),
     help=f"The whole matrix as JSON; flags override it.  [default: {CONFIG_NAME}, if it exists]",
 )
-@click.option(
-    "--output",
-    "-o",
+@output_option(
     "folder",
-    type=FilePath(),
-    help="Folder of logs/, runs/ and results/.  [default: out/sweep; out/sweep-test in test mode]",
+    "Folder of logs/, runs/ and results/.  [default: out/sweep; out/sweep-test in test mode]",
 )
-@texts_option("--trainer", "trainers", help="Trainers, comma-separated; or package.module:Class.")
-@numbers_option("--batch", "batch_sizes", help="Samples in the batch: 4,8")
-@numbers_option("--seq", "seq_lengths", help="Tokens per sample: 512,1024")
-@texts_option(
+@list_option("--trainer", "trainers", help="Trainers, comma-separated; or package.module:Class.")
+@list_option("--batch", "batch_sizes", help="Samples in the batch: 4,8", of=int)
+@list_option("--seq", "seq_lengths", help="Tokens per sample: 512,1024", of=int)
+@list_option(
     "--model",
     "models",
     help="tiny, small, medium, 1b, a Hugging Face config.json or its folder, or package.module:factory.",
 )
-@texts_option("--dtype", "dtypes", help="fp32 or bf16.  [default: bf16 on a GPU, else fp32]")
+@list_option("--dtype", "dtypes", help="fp32 or bf16.  [default: bf16 on a GPU, else fp32]")
 @click.option("--optimizer", help="sgd or adamw.  [default: sgd]")
 @click.option("--compile", is_flag=True, default=None, help="Use torch.compile, if the trainer supports it.")
 @click.option("--device", help="cuda or cpu.  [default: a GPU if there is one]")
-@numbers_option("--gpu-ids", "gpus", help="GPUs to use, by number; each runs one experiment at a time: 0,1")
-@numbers_option("--gpus-per-experiment", help="GPUs per experiment (on a CPU: processes): 1,2,4")
+@list_option(
+    "--gpu-ids", "gpus", help="GPUs to use, by number; each runs one experiment at a time: 0,1", of=int
+)
+@list_option("--gpus-per-experiment", help="GPUs per experiment (on a CPU: processes): 1,2,4", of=int)
 @click.option("--parallel", help="ddp or fsdp2: how several GPUs share the training. --batch is per GPU.")
 @click.option("--timeout", "timeout_s", type=float, metavar="SECONDS", help="Time limit of an experiment.")
 @click.option(

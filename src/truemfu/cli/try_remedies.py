@@ -15,7 +15,6 @@ from ..environment import is_disabled
 from ..errors import UsageError, closest
 from ..text import age, on_one_line
 from .console import (
-    FilePath,
     ignoring_closed_pipe,
     json_option,
     output,
@@ -23,7 +22,7 @@ from .console import (
     say,
     working,
 )
-from .options import separated
+from .options import list_option, output_option
 from .run import folder_name, is_there, missing_text
 
 if TYPE_CHECKING:
@@ -52,12 +51,9 @@ def _seconds(context: click.Context, param: click.Parameter, value: str | None) 
     short_help="Measure what torch.compile, a fused optimizer, … gain on an unchanged script.",
     context_settings={"allow_interspersed_args": False},
 )
-@click.option(
-    "--output",
-    "-o",
+@output_option(
     "folder",
-    type=FilePath(),
-    help=f"The folder of the trial.  [default: {_FOLDER}/DATE-TIME-NAME]",
+    f"The folder of the trial.  [default: {_FOLDER}/DATE-TIME-NAME]",
 )
 @click.option(
     "--steps",
@@ -88,7 +84,7 @@ def _seconds(context: click.Context, param: click.Parameter, value: str | None) 
     metavar="TIME",
     help="Limit of each process.  [default: 30m for the first, then by its time]",
 )
-@click.option("--only", multiple=True, metavar="NAME", help="Only these remedies; several with commas.")
+@list_option("--only", metavar="NAME", help="Only these remedies; several with commas.")
 @json_option
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def try_remedies(
@@ -98,7 +94,7 @@ def try_remedies(
     rounds: int,
     time_s: float | None,
     timeout_s: float | None,
-    only: tuple[str, ...],
+    only: tuple[str, ...] | None,
     as_json: bool,
     command: tuple[str, ...],
 ) -> int:
@@ -123,8 +119,7 @@ def try_remedies(
     from ..trial.texts import SIDE_EFFECTS, failure_lines
     from ..trial.trial import TrialSettings, UnchangedFailed, run_trial
 
-    names = separated(only)
-    for name in names:
+    for name in only or ():
         if name not in BY_NAME:
             raise UsageError(
                 f"--only: unknown remedy {name!r}{closest(name, BY_NAME)}; known: {', '.join(BY_NAME)}"
@@ -153,7 +148,7 @@ def try_remedies(
         rounds=rounds,
         time_s=time_s,
         timeout_s=timeout_s,
-        only=names or (),
+        only=only or (),
     )
     with ExitStack() as stack:
         try:
