@@ -14,6 +14,7 @@ import msgspec
 from ..environment import is_disabled
 from ..errors import UsageError
 from .console import (
+    WIDEST_TABLE,
     FilePath,
     check_suffix,
     json_option,
@@ -166,29 +167,11 @@ def _recorded(command: tuple[str, ...]) -> Path | None:
 
 def _show(census: Census) -> None:
     """The census as text."""
-    from ..report.explain.texts import (
-        NO_PREDICTION,
-        TITLES,
-        at_most,
-        classes_table,
-        costs_table,
-        figures,
-        not_applicable,
-        notes,
-        remedies,
-    )
+    from ..report.explain.texts import figures, notes, tables_of
 
     for figure in figures(census):
-        remark = f" ({figure.remark})" if figure.remark else ""
-        say(f"{figure.label:24} {figure.value}{remark}")
+        say(f"{figure.label:24} {figure.text}")
     say("")
-    print_tables(output(), [classes_table(census), costs_table(census)])
-    say("What remedies could gain")
-    for bound in remedies(census):
-        say(f"  {TITLES[bound.remedy]:36} {at_most(bound, census)}: {bound.evidence}")
-    say(f"{NO_PREDICTION}\n")
-    say("No bound for")
-    for remedy, reason in not_applicable(census):
-        say(f"  {remedy:36} {reason}")
+    print_tables(output(WIDEST_TABLE), tables_of(census))
     for note in notes(census):
         say(f"note: {note}")
