@@ -19,7 +19,7 @@ from ..errors import RecordError, UsageError, closest
 from ..plain_files import what_is_there
 from ..records import Status, SweepRecord, read_record
 from ..text import counted
-from .console import FilePath, ignoring_closed_pipe, json_option, say
+from .console import FilePath, ignoring_closed_pipe, json_option, say, working
 from .options import SIZE_NAMES, list_option, older_names, output_option
 
 if TYPE_CHECKING:
@@ -259,12 +259,12 @@ def _run(
     from ..report.sweep.summary import summarize
     from ..sweep.paths import SweepFolder
     from ..sweep.supervisor.runner import run_sweep
-    from .live import progress
+    from .live import Lines
     from .summarize import show_summary
 
     files = SweepFolder(folder)
-    with progress() as listener:
-        outcome = run_sweep(config, folder, rerun=rerun, start_over=start_over, listener=listener)
+    with working("reading the folder") as show:
+        outcome = run_sweep(config, folder, rerun=rerun, start_over=start_over, listener=Lines(show))
     try:
         found = load_sweep(folder)
     except UsageError as error:  # an experiment has destroyed the folder: the results are still in memory
