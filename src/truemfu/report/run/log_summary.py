@@ -58,14 +58,12 @@ def summary_of_log(
         steps = sum(map(isfinite, compress(rows.column(PHASES["forward"]), steady)))
         seconds = {phase: _known(rows, value, steady) for phase, value in PHASES.items()}
         sums.add_phases({phase: sum(known) for phase, known in seconds.items() if known}, steps)
-    for reason, number in Counter(compress(rows.column("phases_unknown"), steady)).items():
-        if reason is not None:
-            sums.add_phases_unknown(reason, number)
+    for reason, steps in Counter(filter(None, compress(rows.column("phases_unknown"), steady))).items():
+        sums.add_phases_unknown(reason, steps)
     _add_tokens(sums, rows)
-    sums.methods.update(method for method in rows.column("method") if method is not None)
-    for reason, steps in Counter(rows.column("mfu_unknown")).items():
-        if reason is not None:
-            sums.add_unknown(reason, steps)
+    sums.methods.update(filter(None, rows.column("method")))
+    for reason, steps in Counter(filter(None, rows.column("mfu_unknown"))).items():
+        sums.add_unknown(reason, steps)
     found = msgspec.convert(sums.as_dict(), RunSummary)
     return msgspec.structs.replace(
         found,
