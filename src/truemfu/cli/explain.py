@@ -6,13 +6,18 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 import msgspec
 
+from ..census.record import TRACE_FILE, Census
 from ..environment import is_disabled
 from ..errors import UsageError
+from ..integrations.run_settings import FIRST_PROCESS, RunSettings, python_command
+from ..report.census_source import load_census, trace_at
+from ..report.explain.texts import figures, notes, tables_of
+from ..report.folder import refuse_input
+from ..trial.until_census import run_until_census
 from .console import (
     WIDEST_TABLE,
     FilePath,
@@ -28,9 +33,6 @@ from .console import (
 from .options import device_of_table, output_option
 from .progress import Progress
 from .run import RUNS_FOLDER, folder_name, is_there
-
-if TYPE_CHECKING:
-    from ..census.record import Census
 
 _STEPS = 12
 """About so many are needed before one is recorded."""
@@ -77,7 +79,6 @@ def explain(
     Bounds say "at most"; `truemfu try` measures what a remedy gains. Exit codes: 0 done, 1 the command ended
     before a step was recorded, 2 wrong usage.
     """
-    from ..report.census_source import load_census, trace_at
 
     check_suffix(page, (".html",))
     check_suffix(traced, (".gz",), "--trace")
@@ -124,8 +125,6 @@ def _refuse_several(source: tuple[str, ...]) -> None:
 
 def _refuse_inputs(path: Path, page: Path | None, traced: Path | None) -> None:
     """What is written may not replace what is read."""
-    from ..census.record import TRACE_FILE
-    from ..report.folder import refuse_input
 
     for target, option in ((page, "--output"), (traced, "--trace")):
         if target is not None:
@@ -134,8 +133,6 @@ def _refuse_inputs(path: Path, page: Path | None, traced: Path | None) -> None:
 
 def _recorded(command: tuple[str, ...]) -> Path | None:
     """Run a command until a step is recorded; the folder with its trace, or None if it ended without one."""
-    from ..integrations.run_settings import FIRST_PROCESS, RunSettings, python_command
-    from ..trial.until_census import run_until_census
 
     if is_disabled():
         raise UsageError("TRUEMFU_DISABLED=1 switches truemfu off, so no step would be recorded: unset it")
@@ -167,7 +164,6 @@ def _recorded(command: tuple[str, ...]) -> Path | None:
 
 def _show(census: Census) -> None:
     """The census as text."""
-    from ..report.explain.texts import figures, notes, tables_of
 
     for figure in figures(census):
         say(f"{figure.label:24} {figure.text}")

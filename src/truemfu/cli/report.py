@@ -8,6 +8,12 @@ import click
 
 from ..errors import UsageError
 from ..plain_files import what_is_there
+from ..report.folder import load_folder, page_path, refuse_input
+from ..report.run.load import LoadedRun
+from ..report.run.page import write_run_page
+from ..report.run.side_by_side import MOST_RUNS, write_runs_page
+from ..report.sweep.page import write_sweep_page
+from ..report.sweep.summary import summarize
 from .console import FilePath, say, writing
 from .options import output_option
 
@@ -44,12 +50,6 @@ def report(folders: tuple[Path, ...], output_path: Path | None, price_per_gpu_ho
         truemfu report out/run --price 2.5
         truemfu report out/before out/after -o both.html
     """
-    from ..report.folder import load_folder, page_path, refuse_input
-    from ..report.run.load import LoadedRun
-    from ..report.run.page import write_run_page
-    from ..report.run.side_by_side import MOST_RUNS, write_runs_page
-    from ..report.sweep.page import write_sweep_page
-    from ..report.sweep.summary import summarize
 
     if len(folders) > MOST_RUNS:
         raise UsageError(

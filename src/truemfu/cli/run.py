@@ -19,6 +19,10 @@ from ..commit import KNOWN_COMMIT, git_commit
 from ..environment import is_disabled
 from ..errors import UsageError, closest
 from ..hardware.detect import override_flops_per_s
+from ..integrations.run_settings import RunSettings, python_command
+from ..monitor.config import AUTO, MODES, load_config
+from ..report.run.load import holds_run
+from ..trackers.table import check_tracker
 from .console import FilePath, say
 from .options import list_option, output_option
 
@@ -83,10 +87,6 @@ def run(
     TRUEMFU_DISABLED=1 runs COMMAND without measuring. Exit code: that of COMMAND; 127 if it is not found,
     126 if it cannot be run, 2 for a wrong option.
     """
-    from ..integrations.run_settings import RunSettings, python_command
-    from ..monitor.config import AUTO, MODES, load_config
-    from ..report.run.load import holds_run
-    from ..trackers.table import check_tracker
 
     if mode not in (None, AUTO, *MODES):
         modes = (AUTO, *MODES)

@@ -5,15 +5,19 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from ..errors import TruemfuError, UsageError
+from ..records import RunRecord, RunSummary
+from ..report.run.job_view import job_json, job_lines
+from ..report.run.load import LoadedRun, holds_run, load_run
+from ..report.run.log_summary import results_of, summary_of_log
+from ..run_summary.phases import LIMIT_LABEL, limit_of_steps
+from ..run_summary.texts import SERVER_LABEL, estimate_mark, figures, methods_text, mfu_text
+from ..text import age, flop_rate, on_one_line
 from .console import FilePath, json_option, output, print_json, say, table, table_width
-
-if TYPE_CHECKING:
-    from ..records import RunSummary
-    from ..report.run.load import LoadedRun
 
 _SHORTEST_STATE = 30
 """To so much a long state, such as an error, is cut on a terminal."""
@@ -46,15 +50,10 @@ def status(folder: Path | None, as_json: bool) -> None:
         watch truemfu status runs/a
         truemfu status runs/a --json
     """
-    from ..report.run.job_view import job_lines
-    from ..report.run.load import holds_run, load_run
 
     if folder is None or (folder.is_dir() and not holds_run(folder)):
         _list_runs(folder or Path(), as_json)
         return
-    from ..report.run.log_summary import results_of, summary_of_log
-    from ..run_summary.phases import LIMIT_LABEL
-    from ..run_summary.texts import SERVER_LABEL, figures, methods_text
 
     run = load_run(folder)
     summary = summary_of_log(run.rows, servers=run.servers)
@@ -84,11 +83,6 @@ def status(folder: Path | None, as_json: bool) -> None:
 
 def _list_runs(top: Path, as_json: bool) -> None:
     """A line for each run in a folder; one that cannot be read is named on stderr."""
-    from ..errors import TruemfuError, UsageError
-    from ..report.run.load import holds_run, load_run
-    from ..report.run.log_summary import summary_of_log
-    from ..run_summary.texts import estimate_mark, mfu_text
-    from ..text import flop_rate, on_one_line
 
     folders = [top, *sorted(top.glob("*/")), *sorted(top.glob("*/*/"))]
     states = []
@@ -128,10 +122,6 @@ def _state_of(run: LoadedRun, summary: RunSummary) -> dict[str, Any]:
     """What a script reads; `summary` is that of the log."""
     from msgspec import to_builtins
 
-    from ..records import RunRecord
-    from ..report.run.job_view import job_json
-    from ..run_summary.phases import limit_of_steps
-
     last = run.rows[-1] if run.rows else None
     own = None if run.record is None else run.record.summary
     age_s = None if own is not None or last is None else max(0.0, time.time() - run.files[1].stat().st_mtime)
@@ -162,7 +152,6 @@ def _state_of(run: LoadedRun, summary: RunSummary) -> dict[str, Any]:
 
 
 def _state_text(has_ended: bool, ended_by: str | None, last_step: int | None, age_s: float | None) -> str:
-    from ..text import age
 
     if ended_by is not None:
         where = "before its first step" if last_step is None else f"after step {last_step:,}"

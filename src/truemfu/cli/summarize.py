@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from ..errors import UsageError
+from ..report.sweep.figures import SweepSummary
+from ..report.sweep.load import load_sweep
+from ..report.sweep.summary import summarize as summary_of
+from ..report.sweep.texts import WRITERS, context_lines, failure_texts, headline, tables_of
 from ..text import on_one_line, shortened
 from .console import (
     WIDEST_TABLE,
@@ -20,9 +23,6 @@ from .console import (
     write_text,
 )
 from .options import format_option, output_option
-
-if TYPE_CHECKING:
-    from ..report.sweep.figures import SweepSummary
 
 _FORMATS = {".json": "json", ".csv": "csv", ".md": "markdown"}
 _SHOWN_LOG_LINES = 6
@@ -56,9 +56,6 @@ def summarize(
         truemfu summarize out/sweep --format markdown > sweep.md
         truemfu summarize out/sweep --json | jq '.trainers[] | {trainer, success_rate}'
     """
-    from ..report.sweep.load import load_sweep
-    from ..report.sweep.summary import summarize as summary_of
-    from ..report.sweep.texts import WRITERS
 
     given = [path for path in (folder, logs_dir) if path is not None]
     if len(given) != 1:
@@ -77,7 +74,6 @@ def summarize(
 
 def show_summary(summary: SweepSummary) -> None:
     """The summary on a terminal: tables, failures, notes, and the sweep in one line at the end."""
-    from ..report.sweep.texts import context_lines, failure_texts, headline, tables_of
 
     console = output(WIDEST_TABLE)
     print_tables(console, tables_of(summary))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 import msgspec
@@ -18,13 +18,20 @@ import msgspec
 from ..errors import RecordError, UsageError, closest
 from ..plain_files import what_is_there
 from ..records import Status, SweepRecord, read_record
+from ..report.drawing.documents import json_text
+from ..report.sweep.figures import SweepSummary
+from ..report.sweep.load import LoadedSweep, load_sweep, with_results
+from ..report.sweep.summary import summarize
+from ..sweep.config import TEST_CONFIG, SweepConfig, load_config, override, parse
+from ..sweep.paths import SweepFolder
+from ..sweep.supervisor.cluster_batches import cancel_all
+from ..sweep.supervisor.runner import run_sweep
 from ..text import counted
 from .console import FilePath, ignoring_closed_pipe, json_option, say, working
+from .live import Lines
 from .options import SIZE_NAMES, list_option, older_names, output_option
-
-if TYPE_CHECKING:
-    from ..report.sweep.figures import SweepSummary
-    from ..sweep.config import SweepConfig
+from .summarize import show_summary
+from .sweep_plan import show_plan
 
 MODES = ("profile", "test", "single")
 CONFIG_NAME = "profiling_config.json"
@@ -191,7 +198,6 @@ def sweep(
     To continue an interrupted sweep, run the same command again. Exit codes: 0 every experiment
     succeeded, 1 at least one did not, 2 wrong usage and nothing was started, 130 interrupted.
     """
-    from .sweep_plan import show_plan
 
     folder = folder or Path(FOLDERS.get(mode, FOLDERS["profile"]))
     if cancel:
@@ -208,7 +214,6 @@ def sweep(
 
 def _config(mode: str, path: Path | None, folder: Path, flags: dict[str, Any]) -> SweepConfig:
     """Mode and file give the defaults; flags override them. A sweep on a cluster brings its own settings."""
-    from ..sweep.config import TEST_CONFIG, SweepConfig, load_config, override
 
     if mode not in MODES:
         raise UsageError(f"no mode {mode!r}{closest(mode, MODES)}: expected {', '.join(MODES)}")
@@ -241,8 +246,6 @@ def _config(mode: str, path: Path | None, folder: Path, flags: dict[str, Any]) -
 
 def _recorded_on_cluster(folder: Path) -> SweepConfig | None:
     """The settings of the sweep in this folder, if its experiments were given to a cluster."""
-    from ..sweep.config import parse
-    from ..sweep.paths import SweepFolder
 
     try:
         config = parse(read_record(SweepFolder(folder).record, SweepRecord).config)
@@ -254,13 +257,6 @@ def _recorded_on_cluster(folder: Path) -> SweepConfig | None:
 def _run(
     config: SweepConfig, folder: Path, rerun: str, as_json: bool, *, start_over: bool | None = None
 ) -> int:
-    from ..report.drawing.documents import json_text
-    from ..report.sweep.load import LoadedSweep, load_sweep, with_results
-    from ..report.sweep.summary import summarize
-    from ..sweep.paths import SweepFolder
-    from ..sweep.supervisor.runner import run_sweep
-    from .live import Lines
-    from .summarize import show_summary
 
     files = SweepFolder(folder)
     with working("reading the folder") as show:
@@ -311,7 +307,6 @@ def _leave_or_cancel(folder: Path, count: int, *, ask: bool) -> int:
 
 
 def _cancel(folder: Path) -> int:
-    from ..sweep.supervisor.cluster_batches import cancel_all
 
     count = cancel_all(folder)
     say(f"cancelled: {counted(count, 'experiment')}", err=True)

@@ -7,13 +7,20 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from ..environment import is_disabled
 from ..errors import UsageError, closest
+from ..integrations.run_settings import python_command
+from ..remedies.facts import Evidence
+from ..remedies.table import BY_NAME
+from ..report.drawing.documents import json_text
 from ..text import age, on_one_line
+from ..trial.plan import Plan
+from ..trial.record import Trial, TrialRun
+from ..trial.texts import SIDE_EFFECTS, conclusion, failure_lines, other_lines, plan_lines, tables_of
+from ..trial.trial import TrialSettings, UnchangedFailed, run_trial
 from .console import (
     ignoring_closed_pipe,
     json_option,
@@ -24,11 +31,6 @@ from .console import (
 )
 from .options import list_option, output_option
 from .run import folder_name, is_there, missing_text
-
-if TYPE_CHECKING:
-    from ..remedies.facts import Evidence
-    from ..trial.plan import Plan
-    from ..trial.record import Trial, TrialRun
 
 _FOLDER = "truemfu-try"
 _FAILED, _INTERRUPTED = 1, 130
@@ -113,11 +115,6 @@ def try_remedies(
     steps are from those of unchanged runs, and the lines to write. Ctrl-C ends the measuring and shows what
     was measured. Exit codes: 0 done, 1 the unchanged command failed, 2 wrong usage, 130 interrupted.
     """
-    from ..integrations.run_settings import python_command
-    from ..remedies.table import BY_NAME
-    from ..report.drawing.documents import json_text
-    from ..trial.texts import SIDE_EFFECTS, failure_lines
-    from ..trial.trial import TrialSettings, UnchangedFailed, run_trial
 
     for name in only or ():
         if name not in BY_NAME:
@@ -174,7 +171,6 @@ class _Progress:
         self._update = update
 
     def planned(self, plan: Plan, first: TrialRun, evidence: Evidence, seconds: float) -> None:
-        from ..trial.texts import plan_lines
 
         for line in plan_lines(plan, first, evidence, seconds):
             say(line, err=True)
@@ -191,7 +187,6 @@ class _Progress:
 
 
 def _show(trial: Trial) -> None:
-    from ..trial.texts import conclusion, other_lines, tables_of
 
     console = output()
     print_tables(console, tables_of(trial))
