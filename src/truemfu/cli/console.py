@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TextIO
+from typing import Any, Literal, TextIO
 
 import click
 from rich import box
@@ -24,10 +24,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import UsageError
+from ..report.drawing.tables import Table as ReportTable
 from ..text import UNKNOWN, on_one_line, printable
-
-if TYPE_CHECKING:
-    from ..report.drawing.tables import Table as ReportTable
 
 _PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _FULL_WIDTH = 140
