@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import click
 import pytest
 
-from truemfu.cli import main
+from truemfu.cli import cli, main
+
+CONTEXT = click.Context(cli)
+COMMANDS = {name: cli.get_command(CONTEXT, name) or cli for name in cli.list_commands(CONTEXT)}
+"""Every command by its name."""
 
 
 class Result(NamedTuple):

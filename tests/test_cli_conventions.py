@@ -15,9 +15,8 @@ from pathlib import Path
 import click
 import pytest
 from rich.cells import cell_len
-from tests.command_line import Run, caller
+from tests.command_line import COMMANDS, Run, caller
 
-from truemfu.cli import cli
 from truemfu.cli.console import SafeConsole, fitted, output, table
 from truemfu.hardware.specs import DEVICES
 
@@ -33,13 +32,13 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 
 def options_of(name: str) -> list[click.Option]:
-    return [option for option in cli.commands[name].params if isinstance(option, click.Option)]
+    return [option for option in COMMANDS[name].params if isinstance(option, click.Option)]
 
 
 def flags() -> dict[str, list[str]]:
     """Every option that help shows, with the commands that have it."""
     found: dict[str, list[str]] = defaultdict(list)
-    for name in cli.commands:
+    for name in COMMANDS:
         for option in options_of(name):
             if not option.hidden:
                 for flag in option.opts:
@@ -78,7 +77,7 @@ OLD_NAMES = {
 def test_an_older_name_still_works_and_is_not_shown(run: Run, command: str, old: str) -> None:
     value = "3"
     arguments = ["tiny", old, value] if command == "count" else [old, value]
-    context = cli.commands[command].make_context(command, arguments)
+    context = COMMANDS[command].make_context(command, arguments)
     given = context.params[OLD_NAMES[command, old]]
     assert value in map(str, given if isinstance(given, tuple) else [given])
     assert not re.search(rf"{old}\b(?!-)", run(command, "--help").out)
@@ -90,18 +89,18 @@ def test_an_error_names_an_option_as_help_does(run: Run) -> None:
 
 def examples(command: str) -> list[list[str]]:
     """The calls of a command in its help, as the shell would split them."""
-    text = (cli.commands[command].help or "").replace("\\\n", " ")
+    text = (COMMANDS[command].help or "").replace("\\\n", " ")
     found = re.findall(rf"^\s+(?:.*\$\()?(truemfu {command}\b[^\n|>)]*)", text, re.MULTILINE)
     # Comments stand in a column of their own.
     return [shlex.split(re.split(r"\s{3,}", call)[0])[2:] for call in found]
 
 
-@pytest.mark.parametrize("command", sorted(cli.commands))
+@pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_help_has_examples_that_parse(command: str) -> None:
     calls = examples(command)
     assert calls
     for call in calls:
-        cli.commands[command].make_context(command, call)
+        COMMANDS[command].make_context(command, call)
 
 
 def test_lists_may_have_commas_or_be_repeated(run: Run) -> None:

@@ -15,7 +15,7 @@ import pytest
 from tests.command_line import Result, Run, caller
 
 from truemfu.cli.console import output, working
-from truemfu.cli.live import Lines, progress
+from truemfu.cli.live import Lines
 from truemfu.records import CaseResult, Phase, Status, SweepCase, SweepRecord, encode, write_record
 from truemfu.sweep.supervisor.state import CaseState
 
@@ -421,7 +421,8 @@ def test_a_line_of_the_sweep_is_above_what_runs(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("TERM", "xterm")
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stderr", Terminal(written, "utf-8", write_through=True))
-    with progress() as listener:
+    with working("reading the folder") as show:
+        listener = Lines(show)
         listener.message("beginning")  # which draws the text below it, too
         listener.message("warm-up is over")
     assert "reading the folder" in written.getvalue().decode()

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.command_line import COMMANDS
 
 import truemfu
 from truemfu import TrainingMonitor
-from truemfu.cli import cli
 from truemfu.hardware.specs import DEVICES
 from truemfu.monitor.config import SCHEMA, MonitorConfig, load_config
 from truemfu.sweep.config import FIELDS
@@ -163,12 +163,12 @@ def test_the_reference_has_every_public_name() -> None:
 def test_every_command_that_a_page_shows_exists(page: str) -> None:
     shown = re.findall(r"^(?:    )?(?:\$ )?(?:\w+=\S+ )?truemfu ([a-z]\w*)(.*)$", read(page), re.MULTILINE)
     for name, rest in shown:
-        assert name in cli.commands, f"{page}: truemfu {name}"
+        assert name in COMMANDS, f"{page}: truemfu {name}"
         own = rest.partition(" -- ")[0].partition("#")[0]
         if name == "run":  # options after the script are its own
             own = own.partition(".py")[0]
-        options = {option for parameter in cli.commands[name].params for option in parameter.opts}
-        options |= {option for parameter in cli.commands[name].params for option in parameter.secondary_opts}
+        options = {option for parameter in COMMANDS[name].params for option in parameter.opts}
+        options |= {option for parameter in COMMANDS[name].params for option in parameter.secondary_opts}
         used = set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", own))
         assert used <= options, f"{page}: truemfu {name} has no {used - options}"
 

@@ -9,8 +9,7 @@ import pytest
 from benchmarks import readme_figures as figures
 from benchmarks import readme_pictures as pictures
 from benchmarks import sweep_table
-
-from truemfu.cli import cli
+from tests.command_line import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -179,6 +178,6 @@ def test_every_link_leads_to_a_file_and_a_heading_that_are_there(page: str) -> N
             assert anchor in anchors(path.read_text(encoding="utf-8")), f"{page}: {target}"
 
 
-@pytest.mark.parametrize("command", sorted(cli.commands))
+@pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_every_command_is_on_the_page_of_commands(command: str) -> None:
     assert f"| `truemfu {command}" in read("docs/commands.md")

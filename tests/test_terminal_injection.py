@@ -60,12 +60,14 @@ from truemfu.cli import main
 EVIL = json.loads(sys.argv[1])
 
 def live():
-    from truemfu.cli.live import progress
+    from truemfu.cli.console import working
+    from truemfu.cli.live import Lines
     from truemfu.records import CaseResult, Phase
     from truemfu.sweep.supervisor.state import CaseState
     files = [Path("sweep/results", name) for name in ("standard.json", "a.json", "b.json")]
     results = [msgspec.json.decode(path.read_bytes(), type=CaseResult) for path in files]
-    with progress() as listener:
+    with working("reading the folder") as show:
+        listener = Lines(show)
         listener.started([result.name for result in results], results[:1])
         state = CaseState(slot=EVIL, phase=Phase.GRADIENT_CHECK, elapsed_s=1.0, time_limit_s=9.0)
         listener.changed(EVIL, state)

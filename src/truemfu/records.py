@@ -547,6 +547,11 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     lost: list[str] = []
     warnings: list[str] = []
 
+    @property
+    def waterfall(self) -> WaterfallRecord | None:
+        """Where the peak went; None if counters do not tell."""
+        return None if self.hardware is None else self.hardware.waterfall
+
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The model of a run."""

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 from fake_ncu import CUBE, EXECUTED, FOLDER, OPERATORS, STEP, STEP_COUNT, STEP_FILE, install_fake_ncu
 
-from truemfu.cli import audit_progress, main
+from truemfu.cli import main, progress
 from truemfu.hardware.nsight import command as nsight
 from truemfu.hardware.nsight.command import StepCount
 
@@ -210,7 +210,7 @@ def test_how_far_the_audit_is_goes_to_stderr_and_not_into_json(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_NCU_KERNELS", "1208")
-    monkeypatch.setattr(audit_progress, "LINE_EVERY_S", 0.5)
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.5)
     result = run("--json", *python(SLOW_RUN.format(count=COUNTED)), prints=STEP)
     assert json.loads(result.out)["launches"] == 194
     lines = [line for line in result.err.splitlines() if line.startswith("audit: ")]

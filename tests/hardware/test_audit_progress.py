@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from truemfu.cli import audit_progress
-from truemfu.cli.audit_progress import AuditProgress
+from truemfu.cli import progress as module
+from truemfu.cli.audit import _profiled
+from truemfu.cli.progress import Progress
 
 KERNEL = '==PROF== Profiling "nvjet_sm90_tst_256x128_64x4..." - {}: 0%....50%....100% - 7 passes\n'
 
@@ -15,7 +16,7 @@ KERNEL = '==PROF== Profiling "nvjet_sm90_tst_256x128_64x4..." - {}: 0%....50%...
 @pytest.fixture
 def now_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [100.0]
-    monkeypatch.setattr(audit_progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     return now
 
 
@@ -23,7 +24,7 @@ def test_a_pipe_gets_a_line_every_so_often(
     tmp_path: Path, now_s: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = tmp_path / "ncu.log"
-    progress = AuditProgress(log, None)
+    progress = Progress()
     for second in range(1, 46):
         now_s[0] = 100.0 + second
         if second == 16:
@@ -31,7 +32,7 @@ def test_a_pipe_gets_a_line_every_so_often(
         elif second == 31:
             with log.open("a") as file:
                 file.writelines(KERNEL.format(number) for number in range(1, 1300))
-        progress.update()
+        progress.update(lambda: _profiled(log))
     assert capsys.readouterr().err.splitlines() == [
         "audit: no kernel profiled yet, 15 s",
         "audit: 1 kernel profiled, 30 s",
@@ -41,8 +42,8 @@ def test_a_pipe_gets_a_line_every_so_often(
 
 def test_a_terminal_is_redrawn_twice_a_second(tmp_path: Path, now_s: list[float]) -> None:
     log, shown = tmp_path / "ncu.log", list[str]()
-    progress = AuditProgress(log, shown.append)
+    progress = Progress(shown.append)
     log.write_text(KERNEL.format(0))
     for now_s[0] in (100.2, 100.6, 100.8, 101.2):
-        progress.update()
+        progress.update(lambda: _profiled(log))
     assert shown == ["audit: 1 kernel profiled, 1 s"] * 2

@@ -62,18 +62,14 @@ def _key_of(kernel: Kernel) -> tuple[Any, ...]:
 
 
 def _arguments(item: Item, device: Device) -> Mapping[str, Any]:
-    arithmetic, least = device.arithmetic_s(item), device.least_s(item)
+    limit, least = device.limit_of([item]) or (None, None)
     return {
         "truemfu class": classes.CLASSES[item.kind],
         "truemfu module": item.module,
         "truemfu dtype": item.dtype,
         "truemfu FLOPs": None if item.work is None else item.work.flops,
         "truemfu bytes": item.bytes,
-        "truemfu limit": None
-        if least is None
-        else "arithmetic"
-        if arithmetic is not None and arithmetic == least
-        else "memory",
+        "truemfu limit": limit,
         "truemfu least time us": None if least is None else 1e6 * least,
         "truemfu waited for launch us": item.waited_ns / 1e3,
     }

@@ -9,6 +9,7 @@ of their time where it is not. A remedy without evidence has no bound.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -34,6 +35,7 @@ _NOTHING = 1e-3
 _WHOLE_TILE = 64
 """A vocabulary that is a multiple of this fills whole tiles of every kernel."""
 _SMALLEST_VOCABULARY = 1024
+_ELEMENT_BYTES = {"float": 4, "c10::Half": 2, "c10::BFloat16": 2}
 _ADAMW_ACCESSES = 7
 """AdamW reads weight, gradient and two moments, and writes weight and moments."""
 
@@ -143,30 +145,21 @@ def _waits(items: Iterable[Item], known: StepItems) -> tuple[float, str]:
 def _optimizer_bytes(known: StepItems) -> float | None:
     """What AdamW moves at least; None where the parameters' sizes are not recorded."""
     elements = 0
-    sizes = [
-        _element_size(one.args.get("Input type")) for one in known.step.ranges if "AccumulateGrad" in one.name
+    kinds = [
+        next(iter(one.args.get("Input type") or ()), None)
+        for one in known.step.ranges
+        if "AccumulateGrad" in one.name
     ]
     for one in known.step.ranges:
         dims = one.args.get("Input Dims")
         if not dims or not any(r.name.startswith("Optimizer.step#Adam") for r in one.up()):
             continue
         if one.name == "aten::_foreach_addcdiv_":
-            elements += sum(_count(each) for each in dims[0] if isinstance(each, list))
+            elements += sum(math.prod(each) for each in dims[0] if isinstance(each, list))
         elif one.name == "aten::addcdiv_":
-            elements += _count(dims[0])
-    known_sizes = [size for size in sizes if size]
-    return _ADAMW_ACCESSES * elements * min(known_sizes) if elements and known_sizes else None
-
-
-def _element_size(kinds: Sequence[str] | None) -> int | None:
-    return next(({"float": 4, "c10::Half": 2, "c10::BFloat16": 2}.get(kind) for kind in kinds or ()), None)
-
-
-def _count(dims: Sequence[int]) -> int:
-    total = 1
-    for size in dims:
-        total *= size
-    return total
+            elements += math.prod(dims[0])
+    sizes = [_ELEMENT_BYTES[kind] for kind in kinds if kind in _ELEMENT_BYTES]
+    return _ADAMW_ACCESSES * elements * min(sizes) if elements and sizes else None
 
 
 def _compile(known: StepItems) -> Finding:
@@ -282,12 +275,8 @@ def _is_flat(dims: Sequence[object]) -> bool:
     return all(isinstance(size, int) for size in dims)
 
 
-def _convolutions(known: StepItems) -> list[Item]:
-    return _of(known, classes.CONVOLUTIONS)
-
-
 def _channels_last(known: StepItems) -> Finding:
-    convolutions = _convolutions(known)
+    convolutions = _of(known, classes.CONVOLUTIONS)
     if not convolutions:
         return None, "no convolution runs"
     layout = [item for item in known.items if LAYOUT.search(item.kernel.name)]
@@ -311,7 +300,7 @@ def _is_channels_first(item: Item) -> bool:
 
 
 def _cudnn_benchmark(known: StepItems) -> Finding:
-    items = _convolutions(known)
+    items = _of(known, classes.CONVOLUTIONS)
     if not items or known.step.device == HOST:
         return None, "no convolution runs on a GPU"
     return _above_least(items, known), f"convolutions take {duration(_time(items))}"

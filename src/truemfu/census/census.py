@@ -163,13 +163,11 @@ def _limit(
     group: Sequence[Item], device: Device, running_s: float, waited_s: float
 ) -> tuple[str | None, float | None, str | None]:
     """What binds kernels, the least time for them, and why that is not known."""
-    arithmetic = [s for item in group if (s := device.arithmetic_s(item)) is not None]
-    memory = [s for item in group if (s := device.memory_s(item)) is not None]
-    least = max(sum(arithmetic), sum(memory)) if arithmetic or memory else None
+    limit, least = device.limit_of(group) or (None, None)
     if waited_s > running_s:
         return "launch", least, None
     if least is not None:
-        return ("arithmetic" if sum(arithmetic) >= sum(memory) else "memory"), least, None
+        return limit, least, None
     if device.spec is None:
         return None, None, f"the rates of {device.name or 'this device'} are not known"
     if group[0].operator is None:

@@ -82,9 +82,14 @@ class Device:
         bandwidth = None if self.spec is None else self.spec.memory_bandwidth_bytes_per_s
         return None if not bandwidth or item.bytes is None else item.bytes / bandwidth
 
-    def least_s(self, item: Item) -> float | None:
-        """The least time that is known for a kernel."""
-        return max((s for s in (self.arithmetic_s(item), self.memory_s(item)) if s is not None), default=None)
+    def limit_of(self, items: Sequence[Item]) -> tuple[str, float] | None:
+        """What binds kernels once they are launched, and the least time for them, as far as known."""
+        arithmetic = [s for item in items if (s := self.arithmetic_s(item)) is not None]
+        memory = [s for item in items if (s := self.memory_s(item)) is not None]
+        if not arithmetic and not memory:
+            return None
+        limits = (("arithmetic", sum(arithmetic)), ("memory", sum(memory)))
+        return max(limits, key=lambda limit: limit[1])
 
 
 class Found(NamedTuple):

@@ -18,6 +18,8 @@ from .trace import Kernel, StepTrace
 Interval = tuple[int, int]
 _PICTURE = 1000
 _MOST_LANES = 12
+_LATER = {MEMORY: 1, COMMUNICATION: 2}
+"""Classes that only get the time that others leave."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +50,7 @@ def timeline(step: StepTrace, kinds: Mapping[int, str]) -> Timeline:
     own: dict[int, int] = {}
     taken: list[Interval] = []
     for place in range(3):
-        kernels = [k for k in step.kernels if _place(kinds[id(k)]) == place]
+        kernels = [k for k in step.kernels if _LATER.get(kinds[id(k)], 0) == place]
         cursor, added = step.start, []
         for kernel in kernels:
             start = max(kernel.start, cursor)
@@ -59,10 +61,6 @@ def timeline(step: StepTrace, kinds: Mapping[int, str]) -> Timeline:
         taken = _merged([*taken, *added])
     busy = sum(end - start for start, end in taken)
     return Timeline(own=own, gaps=_gaps(step, taken), busy=busy)
-
-
-def _place(kind: str) -> int:
-    return 2 if kind == COMMUNICATION else 1 if kind == MEMORY else 0
 
 
 def _without(start: int, end: int, taken: Sequence[Interval]) -> Iterable[Interval]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -303,7 +303,9 @@ class _Reading:
     def _linked(self) -> list[Kernel]:
         """The kernels that the step launched, each with its launch and the range it was launched in."""
         by_external = {r.external: r for r in self._ranges if r.kind == "cpu_op" and r.external is not None}
-        threads = _by_thread(self._ranges)
+        threads: defaultdict[int, list[Range]] = defaultdict(list)
+        for one in self._ranges:
+            threads[one.thread].append(one)
         found = []
         for kernel in self._kernels:
             launch = None if kernel.correlation is None else self._launches.get(kernel.correlation)
@@ -316,7 +318,7 @@ class _Reading:
                     continue
             if launch is not None:
                 start, kernel.launched, thread = launch
-                kernel.within = _innermost(threads.get(thread, ()), start)
+                kernel.within = _innermost(threads[thread], start)
             by_id = None if kernel.external is None else by_external.get(kernel.external)
             kernel.within = by_id or kernel.within
             found.append(kernel)
@@ -363,13 +365,6 @@ def _nest(ranges: list[Range]) -> None:
             one.parent = open_ranges[-1]
             one.parent.children.append(one)
         open_ranges.append(one)
-
-
-def _by_thread(ranges: Sequence[Range]) -> dict[int, list[Range]]:
-    found: dict[int, list[Range]] = {}
-    for one in ranges:
-        found.setdefault(one.thread, []).append(one)
-    return found
 
 
 def _innermost(ranges: Sequence[Range], at: int) -> Range | None:

@@ -8,6 +8,7 @@ beyond its limit, 2 wrong usage, 130 interrupted, 143 terminated.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import signal
@@ -23,35 +24,50 @@ import click
 
 from .. import __version__
 from ..errors import CounterError, TruemfuError, TruemfuWarning, message_of, one_line
-from .audit import audit
-from .check import check
-from .compare import compare
-from .completion import completion
 from .console import complain, say, silence
-from .count import count
-from .explain import explain
-from .hardware import devices, peak
-from .report import report
-from .run import run
-from .status import status
-from .summarize import summarize
-from .sweep import sweep
-from .top import top
-from .try_remedies import try_remedies
 
 DONE, FAILED, WRONG_CALL, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
 _LEAVING_IN_ORDER = ("audit", "explain", "top", "try")
+_COMMANDS = {
+    "run": "run",
+    "status": "status",
+    "report": "report",
+    "explain": "explain",
+    "compare": "compare",
+    "try": "try_remedies",
+    "count": "count",
+    "check": "check",
+    "devices": "hardware",
+    "peak": "hardware",
+    "top": "top",
+    "audit": "audit",
+    "sweep": "sweep",
+    "summarize": "summarize",
+    "completion": "completion",
+}
+"""The module of each command, in the order in which people need them."""
+_debug_option = click.option(
+    "--debug", is_flag=True, expose_value=False, help="Show the traceback of an error."
+)
+"""Of every command; `main` reads it."""
 
 
-class _InOrder(click.Group):
-    """Commands in the order in which people need them, not by the alphabet."""
+class _Commands(click.Group):
+    """Imports a command when it is used: what the others need would only take time."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in _COMMANDS and cmd_name not in self.commands:
+            module = importlib.import_module(f".{_COMMANDS[cmd_name]}", __name__)
+            found = (one for one in vars(module).values() if isinstance(one, click.Command))
+            self.add_command(_debug_option(next(one for one in found if one.name == cmd_name)))
+        return super().get_command(ctx, cmd_name)
 
 
 @click.group(
-    cls=_InOrder,
+    cls=_Commands,
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="Help for a command: truemfu count --help",
@@ -97,26 +113,6 @@ def cli(context: click.Context) -> None:
     """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
-
-
-for _command in (
-    run,
-    status,
-    report,
-    explain,
-    compare,
-    try_remedies,
-    count,
-    check,
-    devices,
-    peak,
-    top,
-    audit,
-    sweep,
-    summarize,
-    completion,
-):
-    cli.add_command(_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

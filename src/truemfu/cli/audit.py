@@ -1,7 +1,7 @@
 """`truemfu audit`: the exact executed tensor operations of one step compared with the count, by kernel.
 
     options, command ─► ncu runs it ─► CSV and the process's own count ─► tables, exit code
-                            └─► AuditProgress, on stderr
+                            └─► its log: how many kernels are profiled, on stderr
     --replay FILE ─► the CSV and the saved count ─────────────────────────┘
 
 Only all launches of one marked step can be compared with its count, or give the share of a step without
@@ -23,16 +23,18 @@ from ..errors import UsageError, warn_once
 from ..hardware.nsight.audit import Audit, audit_of
 from ..hardware.nsight.command import COUNT_VARIABLE, StepCount, find_ncu, ncu_command, read_step_count
 from ..hardware.nsight.csv_output import errors_in, is_from_ncu, parse_ncu_csv
-from ..hardware.nsight.run import printed_by, run_audited
+from ..hardware.nsight.run import PROFILED, printed_by, run_audited
 from ..plain_files import read_given
 from ..records import write_record
-from .audit_progress import AuditProgress
+from ..text import counted
 from .audit_tables import show_audit
-from .console import FilePath, debug_option, json_option, say, working
-from .options import older_names
+from .console import FilePath, json_option, say, working
+from .options import list_option, older_names
+from .progress import Progress
 
 _COUNT_FROM_START = 1000
 _STDERR = 2
+_NO_KERNEL_YET = "audit: no kernel profiled yet"
 
 
 @click.command(
@@ -53,7 +55,7 @@ _STDERR = 2
     help=f"Stop after this many launches.  [default: all of the step; {_COUNT_FROM_START} with --from-start]",
 )
 @click.option("--kernel-name", help="Only kernels of this name, or regex:EXPRESSION.")
-@click.option("--metrics", default="", help="More ncu metrics, comma-separated; only written to --record.")
+@list_option("--metrics", help="More ncu metrics, comma-separated; only written to --record.")
 @click.option(
     "--record",
     "save",
@@ -70,7 +72,6 @@ _STDERR = 2
 )
 @click.option("--top", type=click.IntRange(min=1), default=20, show_default=True, help="Kernels to show.")
 @json_option
-@debug_option
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def audit(
     from_start: bool,
@@ -78,7 +79,7 @@ def audit(
     launch_skip: int,
     launch_count: int | None,
     kernel_name: str | None,
-    metrics: str,
+    metrics: tuple[str, ...] | None,
     save: Path | None,
     saved: Path | None,
     top: int,
@@ -137,7 +138,7 @@ def audit(
             launch_skip=launch_skip,
             launch_count=launch_count,
             kernel_name=kernel_name,
-            metrics=[metric for metric in metrics.split(",") if metric],
+            metrics=metrics or (),
         )
         code = _run(call, log_file, [csv_file, count_file], from_start=from_start, keep_running=keep_running)
         csv_file.write_text(printed_by(ncu, log_file=log_file, report=report), encoding="utf-8")
@@ -180,7 +181,8 @@ def _run(call: list[str], log_file: Path, files: list[Path], *, from_start: bool
         raise UsageError(f"{error.filename} cannot be written: {error.strerror}") from None
     if not from_start:  # a step's count cannot be compared with all launches
         environment[COUNT_VARIABLE] = str(count_file.absolute())
-    with working("audit: no kernel profiled yet") as show:
+    with working(_NO_KERNEL_YET) as show:
+        progress = Progress(show)
         end = run_audited(
             call,
             environment=environment,
@@ -188,9 +190,18 @@ def _run(call: list[str], log_file: Path, files: list[Path], *, from_start: bool
             keep_running=keep_running or from_start,
             stdout=_STDERR,
             say=lambda text: say(text, err=True),
-            on_wait=AuditProgress(log_file, show).update,
+            on_wait=lambda: progress.update(lambda: _profiled(log_file)),
         )
     return 0 if end.was_ended else end.code
+
+
+def _profiled(log_file: Path) -> str:
+    """How far ncu is, which writes a line for each kernel; how many there will be is not known."""
+    try:
+        kernels = log_file.read_bytes().count(PROFILED.encode())
+    except OSError:  # ncu creates it when it starts
+        kernels = 0
+    return f"audit: {counted(kernels, 'kernel')} profiled" if kernels else _NO_KERNEL_YET
 
 
 def _count_file_of(csv_file: Path) -> Path:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 
 import msgspec
-from rich.console import Console
 from rich.table import Table
 
 from ..crosscheck import CrossCheck, KnownWork, crosscheck
 from ..hardware.nsight.audit import Audit, KernelWork
 from ..text import on_one_line
-from .console import output, percent, print_json, short, table, table_width
+from .console import output, percent, print_json, short, table
 
 _WIDEST_NAME, _NARROWEST_NAME = 64, 16
 _WRAPPERS = re.compile(r"^at::(?:\w+_)?elementwise_kernel<(?:\d+, )*(?:void at::gpu_kernel_impl\w*<)?")
@@ -31,7 +30,7 @@ def show_audit(result: Audit, top: int, as_json: bool, *, is_a_step: bool = True
         print_json({**msgspec.to_builtins(result), **comparison, "is_a_step": is_a_step})
         return 0
     console = output()
-    console.print(_fitted_table(console, result, top))
+    console.print(_kernel_table(result, top))
     console.print(_CYCLES, style="dim")
     if more := result.kernels[top:]:
         rest = _flop(sum(kernel.executed_flops or 0 for kernel in more))
@@ -54,17 +53,8 @@ def show_audit(result: Audit, top: int, as_json: bool, *, is_a_step: bool = True
     return 0
 
 
-def _fitted_table(console: Console, result: Audit, top: int) -> Table:
+def _kernel_table(result: Audit, top: int) -> Table:
     """The table by kernel; names are shortened on a narrow terminal."""
-    drawn = _kernel_table(result, top, _WIDEST_NAME)
-    missing = table_width(drawn) - console.width
-    if missing <= 0:
-        return drawn
-    longest = max(len(_short_name(kernel.name)) for kernel in result.kernels[:top])
-    return _kernel_table(result, top, max(longest - missing, _NARROWEST_NAME))
-
-
-def _kernel_table(result: Audit, top: int, name_width: int) -> Table:
     drawn = table(
         "kernel",
         "kind",
@@ -74,12 +64,13 @@ def _kernel_table(result: Audit, top: int, name_width: int) -> Table:
         "FLOP/cycle",
         "other cycles",
         title="executed tensor operations",
+        texts=["kind"],
     )
-    drawn.columns[1].justify = "left"
+    drawn.columns[0].min_width = _NARROWEST_NAME
     for kernel in result.kernels[:top]:
         done, rate, other = kernel.executed_flops, kernel.flops_per_cycle, kernel.non_matrix_cycles
         drawn.add_row(
-            _short_name(kernel.name, name_width),
+            _short_name(kernel.name),
             kernel.kind,
             str(kernel.launches),
             "n/a" if done is None else short(done),
@@ -192,11 +183,11 @@ def _activity(result: Audit, is_a_step: bool) -> str | None:
     )
 
 
-def _short_name(name: str, width: int = _WIDEST_NAME) -> str:
+def _short_name(name: str) -> str:
     """The distinctive part of a kernel's name: for torch's elementwise kernels the functor."""
     name = _WRAPPERS.sub("at::…<", name.replace("<unnamed>::", "").removeprefix("void "))
     name = on_one_line(_REPEATED.sub(r"\1", name))
-    return name if len(name) <= width else f"{name[: width - 1]}…"
+    return name if len(name) <= _WIDEST_NAME else f"{name[: _WIDEST_NAME - 1]}…"
 
 
 def _flop(amount: float) -> str:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import click
 
+from ..check.choices import peak_of
+from ..check.conventions import Work, work_of, work_of_sizes
+from ..check.logged import Figure, Logged
+from ..check.readers import read_log
+from ..check.texts import as_dict, facts, figure_rows, notes, sentences
+from ..check.verdict import Opinion, Peak, opinion_of
 from ..convention import Attention
 from ..errors import UsageError
 from ..hardware.detect import dtype_name, find_spec, override_flops_per_s
-from ..hardware.search import named_device
 from ..text import on_one_line
-from .console import FilePath, debug_option, json_option, output, print_json, say, table, working
-from .options import SIZE_NAMES, Amount, device_keys, older_names
-
-if TYPE_CHECKING:
-    from ..check.conventions import Work
-    from ..check.logged import Figure, Logged
-    from ..check.verdict import Opinion, Peak
+from .console import FilePath, json_option, output, print_json, table, working
+from .options import SIZE_NAMES, Amount, device_keys, device_of_table, older_names
 
 _DISAGREES, _UNDECIDED = 1, 3
 
@@ -28,7 +28,6 @@ def _figure_option(name: str, *, help: str, scale: float = 1.0) -> Callable[...,
     """An option with a positive number, which keeps the digits that it was printed with."""
 
     def convert(context: click.Context, option: click.Parameter, text: str | None) -> Figure | None:
-        from ..check.logged import Figure
 
         try:
             return None if text is None else Figure.of(text.removesuffix("%"), scale)
@@ -79,7 +78,6 @@ def _figure_option(name: str, *, help: str, scale: float = 1.0) -> Callable[...,
     help="Percent by which a figure that agrees may differ.",
 )
 @json_option
-@debug_option
 def check(
     log: Path | None,
     model: str | None,
@@ -118,9 +116,6 @@ def check(
         2   wrong arguments, or a log without a figure to check
         3   not enough is known to check every figure; what is missing is named
     """
-    from ..check.logged import Logged
-    from ..check.readers import read_log
-    from ..check.verdict import opinion_of
 
     part = given.pop("part_time")
     options = Logged(
@@ -146,8 +141,6 @@ def check(
         tolerance=tolerance / 100,
     )
     if as_json:
-        from ..check.texts import as_dict
-
         print_json(as_dict(opinion))
     else:
         _show(opinion)
@@ -160,7 +153,6 @@ def check(
 def _work(
     logged: Logged, model: str | None, parameters: float | None, layers: int | None, hidden: int | None
 ) -> Work | None:
-    from ..check.conventions import work_of, work_of_sizes
 
     if parameters is not None:
         if model is not None:
@@ -181,15 +173,11 @@ def _work(
 
 
 def _peak(device: str | None, dtype: str) -> Peak:
-    from ..check.choices import peak_of
-    from ..check.verdict import Peak
 
     dtype = dtype_name(dtype)
     if device is None:
         return Peak(flops_per_s=override_flops_per_s(), dtype=dtype)
-    name, others = named_device(device)
-    if others:
-        say(f"note: {device} is taken as {name}; its other variants: {', '.join(others)}", err=True)
+    name = device_of_table(device)
     spec = find_spec(name)
     assert spec is not None
     peak = peak_of(spec, dtype)
@@ -199,14 +187,12 @@ def _peak(device: str | None, dtype: str) -> Peak:
 
 
 def _show(opinion: Opinion) -> None:
-    from ..check.texts import facts, figure_rows, notes, sentences
 
     console = output()
     for name, text in facts(opinion):
         console.print(on_one_line(f"{name}: {text}"))
     console.print()
-    drawn = table("figure", "logged", "ours", "verdict")
-    drawn.columns[3].justify = "left"
+    drawn = table("figure", "logged", "ours", "verdict", texts=["verdict"])
     for row in figure_rows(opinion):
         drawn.add_row(*row)
     console.print(drawn, "")

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from ..errors import UsageError
+from ..report.compare.compare import Comparison
+from ..report.compare.compare import compare as compare_sides
+from ..report.compare.load import load_side
+from ..report.compare.texts import WRITERS, conclusion, remarks, sides_of, tables_of
+from ..report.folder import refuse_input
 from ..text import on_one_line
 from .console import (
     FilePath,
     check_suffix,
-    debug_option,
     ignoring_closed_pipe,
     json_option,
     output,
@@ -22,10 +25,7 @@ from .console import (
     write_text,
     writing,
 )
-from .options import format_option
-
-if TYPE_CHECKING:
-    from ..report.compare.compare import Comparison
+from .options import format_option, output_option
 
 _BEYOND_LIMIT, _UNSURE = 1, 3
 _WIDTH = 80
@@ -62,16 +62,12 @@ def _fraction(context: click.Context, param: click.Parameter, value: float | Non
     metavar="PERCENT",
     help="Assumed standard deviation between equal runs; not used with four or more runs in total.",
 )
-@click.option(
-    "--output",
-    "-o",
+@output_option(
     "output_path",
-    type=FilePath(),
-    help="Also write the comparison here; the suffix .html, .md or .json selects the format.",
+    "Also write the comparison here; the suffix .html, .md or .json selects the format.",
 )
 @format_option("markdown", "json")
 @json_option
-@debug_option
 def compare(
     a: Path,
     b: Path,
@@ -102,10 +98,6 @@ def compare(
         2   not comparable (another device, dtype, model, batch or convention), or too few steps
         3   with --fail-if-unsure: the data is too noisy or too little to decide about --max-regression
     """
-    from ..report.compare.compare import compare as compare_sides
-    from ..report.compare.load import load_side
-    from ..report.compare.texts import WRITERS
-    from ..report.folder import refuse_input
 
     if fail_if_unsure and max_regression is None:
         raise UsageError(
@@ -136,7 +128,6 @@ def compare(
 
 
 def _show(found: Comparison) -> None:
-    from ..report.compare.texts import conclusion, remarks, sides_of, tables_of
 
     console = output(_WIDTH)
     for line in sides_of(found):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 from click.shell_completion import get_completion_class
 
-from .console import debug_option, say
+from .console import say
 
 _SHELLS = ("bash", "zsh", "fish")
 _VARIABLE = "_TRUEMFU_COMPLETE"
@@ -13,7 +13,6 @@ _VARIABLE = "_TRUEMFU_COMPLETE"
 
 @click.command(short_help="Print the completion script for bash, zsh or fish.")
 @click.argument("shell", type=click.Choice(_SHELLS))
-@debug_option
 @click.pass_context
 def completion(context: click.Context, /, shell: str) -> None:
     """The script that lets SHELL complete truemfu's commands, options, files, models and devices.

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TextIO
+from typing import Any, Literal, TextIO
 
 import click
 from rich import box
@@ -24,10 +24,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import UsageError
+from ..report.drawing.tables import Table as ReportTable
 from ..text import UNKNOWN, on_one_line, printable
-
-if TYPE_CHECKING:
-    from ..report.drawing.tables import Table as ReportTable
 
 _PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _FULL_WIDTH = 140
@@ -35,13 +33,6 @@ _GAP = 3  # between columns
 _REDRAWS_PER_S = 4
 WIDEST_TABLE = 400
 """Some tables have sentences in the last column; a narrow window wraps them, nothing is truncated."""
-
-
-def debug_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`--debug`, which `main` reads; every command has it."""
-    return click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")(
-        command
-    )
 
 
 def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -163,8 +154,8 @@ def working(what: str) -> Iterator[Callable[[str], None] | None]:
         yield lambda text: status.update(console.render_str(text))
 
 
-def table(*columns: str, title: str | None = None) -> Table:
-    """A plain table: the first column is text, all others are numbers."""
+def table(*columns: str, title: str | None = None, texts: Collection[str] = ()) -> Table:
+    """A plain table: the first column and those of `texts` are text, all others are numbers."""
     result = Table(
         title=title,
         title_justify="left",
@@ -174,14 +165,19 @@ def table(*columns: str, title: str | None = None) -> Table:
         show_edge=False,
     )
     for index, column in enumerate(columns):
-        result.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
+        is_text = index == 0 or column in texts
+        result.add_column(column, justify="left" if is_text else "right", no_wrap=True)
     return result
 
 
 def print_tables(console: Console, tables: Iterable[ReportTable]) -> None:
     """The tables of a report, each with its title and the sentence that explains it."""
     for text in tables:
-        drawn = table(*text.labels, title=text.title)
+        drawn = table(
+            *text.labels,
+            title=text.title,
+            texts=[column.label for column in text.columns if not column.is_number],
+        )
         for row in text.texts:
             drawn.add_row(*map(on_one_line, row))
         console.print(drawn)
@@ -206,10 +202,17 @@ def _column_widths(drawn: Table) -> list[int]:
 def fitted(drawn: Table, width: int) -> list[Table]:
     """The table, or its columns in several tables of at most this width, each with the first column.
 
-    A cell is wrapped if there is no other way, and never truncated.
+    Only a column with a `min_width` is truncated. Other cells are wrapped, if there is no other way.
     """
     columns, widths = drawn.columns, _column_widths(drawn)
-    if table_width(drawn) <= width or len(columns) < 2:
+    missing = max(table_width(drawn) - width, 0)
+    for index, column in enumerate(columns):
+        if column.min_width is not None:
+            kept = min(max(widths[index] - missing, column.min_width), widths[index])
+            missing -= widths[index] - kept
+            widths[index] = column.max_width = kept
+            column.min_width = None  # rich would widen a column that needs less
+    if not missing or len(columns) < 2:
         return [drawn]
     widest = max(widths[1:])
     first = min(widths[0], max(width - _GAP - widest, width // 3))

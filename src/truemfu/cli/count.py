@@ -15,7 +15,6 @@ from ..known_models import COMPARED, known_models
 from ..sweep.sizes import SIZES
 from .console import (
     SafeConsole,
-    debug_option,
     json_option,
     output,
     percent,
@@ -45,9 +44,8 @@ def _list_models(context: click.Context, parameter: click.Parameter, is_wanted: 
     """`--list`: the well-known models, then nothing else."""
     if not is_wanted or context.resilient_parsing:
         return
-    names = table("model", "also", "on huggingface.co", "parameters")
-    for column in names.columns[:-1]:
-        column.justify = "left"
+    columns = ("model", "also", "on huggingface.co", "parameters")
+    names = table(*columns, texts=columns[:-1])
     for model in known_models():
         names.add_row(model.name, " ".join(model.also), model.hub, f"{model.parameters:,}")
     output().print(names)
@@ -114,7 +112,6 @@ def _list_models(context: click.Context, parameter: click.Parameter, is_wanted: 
     help="Show the well-known models that can be given by name, and exit.",
 )
 @json_option
-@debug_option
 @click.pass_context
 def count(
     context: click.Context,

@@ -6,17 +6,22 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 import msgspec
 
+from ..census.record import TRACE_FILE, Census
 from ..environment import is_disabled
 from ..errors import UsageError
+from ..integrations.run_settings import FIRST_PROCESS, RunSettings, python_command
+from ..report.census_source import load_census, trace_at
+from ..report.explain.texts import figures, notes, tables_of
+from ..report.folder import refuse_input
+from ..trial.until_census import run_until_census
 from .console import (
+    WIDEST_TABLE,
     FilePath,
     check_suffix,
-    debug_option,
     json_option,
     output,
     print_json,
@@ -25,27 +30,24 @@ from .console import (
     working,
     writing,
 )
+from .options import device_of_table, output_option
+from .progress import Progress
 from .run import RUNS_FOLDER, folder_name, is_there
 
-if TYPE_CHECKING:
-    from ..census.record import Census
-
-_LINE_EVERY_S = 10.0
 _STEPS = 12
 """About so many are needed before one is recorded."""
+_STAGES = ("explain: waiting for a step to record", "explain: a step is recorded, timing ordinary steps")
 
 
 @click.command(
     short_help="Where a step's time goes, kernel by kernel, and what each remedy could gain at most.",
 )
 @json_option
-@click.option(
-    "--output",
-    "-o",
+@output_option(
     "page",
-    type=FilePath(dir_okay=False),
+    "Also write an HTML page.",
     metavar="FILE.html",
-    help="Also write an HTML page.",
+    is_file=True,
 )
 @click.option(
     "--trace",
@@ -57,7 +59,6 @@ _STEPS = 12
 @click.option(
     "--device", metavar="NAME", help="The device of a trace that does not name it: `truemfu devices`."
 )
-@debug_option
 @click.argument("source", nargs=-1, required=True, type=click.UNPROCESSED, metavar="DIR | TRACE | -- COMMAND")
 def explain(
     as_json: bool, page: Path | None, traced: Path | None, device: str | None, source: tuple[str, ...]
@@ -78,14 +79,11 @@ def explain(
     Bounds say "at most"; `truemfu try` measures what a remedy gains. Exit codes: 0 done, 1 the command ended
     before a step was recorded, 2 wrong usage.
     """
-    from ..report.census_source import load_census, trace_at
 
     check_suffix(page, (".html",))
     check_suffix(traced, (".gz",), "--trace")
     if device is not None:
-        from ..hardware.search import named_device
-
-        device = named_device(device)[0]
+        device = device_of_table(device)
     path = Path(source[0])
     if len(source) > 1 or not path.exists() or path.suffix == ".py":
         _refuse_several(source)
@@ -127,8 +125,6 @@ def _refuse_several(source: tuple[str, ...]) -> None:
 
 def _refuse_inputs(path: Path, page: Path | None, traced: Path | None) -> None:
     """What is written may not replace what is read."""
-    from ..census.record import TRACE_FILE
-    from ..report.folder import refuse_input
 
     for target, option in ((page, "--output"), (traced, "--trace")):
         if target is not None:
@@ -137,8 +133,6 @@ def _refuse_inputs(path: Path, page: Path | None, traced: Path | None) -> None:
 
 def _recorded(command: tuple[str, ...]) -> Path | None:
     """Run a command until a step is recorded; the folder with its trace, or None if it ended without one."""
-    from ..integrations.run_settings import FIRST_PROCESS, RunSettings, python_command
-    from ..trial.until_census import run_until_census
 
     if is_disabled():
         raise UsageError("TRUEMFU_DISABLED=1 switches truemfu off, so no step would be recorded: unset it")
@@ -155,8 +149,10 @@ def _recorded(command: tuple[str, ...]) -> Path | None:
     settings = RunSettings(output=str(folder.absolute()), census=True, began_s=time.time())
     environment = settings.environment(os.environ)
     del environment[FIRST_PROCESS]  # the command is not this process
-    progress = _Progress()
-    run = run_until_census(call, environment, folder, on_wait=progress.update)
+    progress = Progress()
+    run = run_until_census(
+        call, environment, folder, on_wait=lambda stage: progress.update(lambda: _STAGES[stage], stage)
+    )
     if run.folder is None:
         say(
             f"error: the command ended with code {run.code} before a step was recorded: it has to make "
@@ -166,47 +162,12 @@ def _recorded(command: tuple[str, ...]) -> Path | None:
     return run.folder
 
 
-class _Progress:
-    """A line on stderr every few seconds."""
-
-    def __init__(self) -> None:
-        self._began_s = self._shown_s = time.monotonic()
-        self._was_recorded = False
-
-    def update(self, is_recorded: bool) -> None:
-        now_s = time.monotonic()
-        if now_s - self._shown_s < _LINE_EVERY_S and is_recorded == self._was_recorded:
-            return
-        self._shown_s, self._was_recorded = now_s, is_recorded
-        what = "a step is recorded, timing ordinary steps" if is_recorded else "waiting for a step to record"
-        say(f"explain: {what}, {now_s - self._began_s:.0f} s", err=True)
-
-
 def _show(census: Census) -> None:
     """The census as text."""
-    from ..report.explain.texts import (
-        NO_PREDICTION,
-        TITLES,
-        at_most,
-        classes_table,
-        costs_table,
-        figures,
-        not_applicable,
-        notes,
-        remedies,
-    )
 
     for figure in figures(census):
-        remark = f" ({figure.remark})" if figure.remark else ""
-        say(f"{figure.label:24} {figure.value}{remark}")
+        say(f"{figure.label:24} {figure.text}")
     say("")
-    print_tables(output(), [classes_table(census), costs_table(census)])
-    say("What remedies could gain")
-    for bound in remedies(census):
-        say(f"  {TITLES[bound.remedy]:36} {at_most(bound, census)}: {bound.evidence}")
-    say(f"{NO_PREDICTION}\n")
-    say("No bound for")
-    for remedy, reason in not_applicable(census):
-        say(f"  {remedy:36} {reason}")
+    print_tables(output(WIDEST_TABLE), tables_of(census))
     for note in notes(census):
         say(f"note: {note}")

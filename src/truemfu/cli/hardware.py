@@ -13,8 +13,8 @@ from ..hardware.ceiling.ceiling import CeilingRun, MatmulCeiling, measure_ceilin
 from ..hardware.detect import device_name, dtype_name, override_flops_per_s, spec_of
 from ..hardware.search import search_devices
 from ..hardware.specs import DTYPES
-from .console import debug_option, json_option, output, percent, print_json, table, working
-from .options import device_keys, separated
+from .console import json_option, output, percent, print_json, table, working
+from .options import device_keys, list_option
 
 _COLUMNS = (
     "dtype",
@@ -33,7 +33,6 @@ _MEASURED_DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "int8")
 @click.command(short_help="List datasheet peaks, and the row this machine matches.")
 @click.argument("name", nargs=-1, shell_complete=device_keys)
 @json_option
-@debug_option
 def devices(name: tuple[str, ...], as_json: bool) -> None:
     """The table of dense peaks, or the rows with NAME in their name, and the row this machine matches.
 
@@ -74,17 +73,15 @@ def devices(name: tuple[str, ...], as_json: bool) -> None:
 
 
 @click.command(short_help="Measure the matmul rate this device reaches right now.")
-@click.option(
+@list_option(
     "--dtype",
     "dtypes",
-    multiple=True,
     help=f"{', '.join(_MEASURED_DTYPES[:-1])} or {_MEASURED_DTYPES[-1]}; several with commas."
     "  [default: the usual ones]",
 )
 @click.option("--seconds", type=float, help="Length of each sustained run.  [default: 2; 0.5 on a CPU]")
 @json_option
-@debug_option
-def peak(dtypes: tuple[str, ...], seconds: float | None, as_json: bool) -> int:
+def peak(dtypes: tuple[str, ...] | None, seconds: float | None, as_json: bool) -> int:
     """The matmul rate this device reaches now, in a burst and sustained, compared with its datasheet.
 
     A burst is the rate before the power limit takes effect; sustained is what a long run can reach. Each is
@@ -97,11 +94,10 @@ def peak(dtypes: tuple[str, ...], seconds: float | None, as_json: bool) -> int:
         truemfu peak
         truemfu peak --dtype bf16,fp8 --seconds 10
     """
-    measured = separated(dtypes)
-    for dtype in measured:
+    for dtype in dtypes or ():
         _check_dtype(dtype)
     with working("identifying the device") as show:
-        ceilings = measure_ceiling(dtypes=measured or None, seconds=seconds, progress=show)
+        ceilings = measure_ceiling(dtypes=dtypes or None, seconds=seconds, progress=show)
     code = 0 if any(ceiling.burst or ceiling.sustained for ceiling in ceilings) else 1
     if as_json:
         print_json([ceiling.as_dict() for ceiling in ceilings])

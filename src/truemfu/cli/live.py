@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 from ..records import CaseResult, Status
 from ..report.sweep.load import entry_of
 from ..report.sweep.summary import experiment_of
-from ..sweep.supervisor.state import CaseState, SweepListener
+from ..sweep.supervisor.state import CaseState
 from ..text import counted, duration, number, on_one_line, share, size
-from .console import say, silence, working
+from .console import say, silence
 
 _MOST_SHOWN = 8
 """Running experiments; on a cluster there may be hundreds."""
 
 
-@contextmanager
-def progress() -> Iterator[SweepListener]:
-    """A listener for `run_sweep`."""
-    with working("reading the folder") as show:
-        yield Lines(show)
-
-
 class Lines:
     """A line when an experiment begins and one when it has ended, with the estimated time that is left.
 
-    `show` redraws the text below the lines; None where nothing can be redrawn.
+    A `SweepListener`. `show` redraws the text below the lines; None where nothing can be redrawn.
     """
 
     def __init__(self, show: Callable[[str], None] | None = None) -> None:

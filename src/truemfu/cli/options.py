@@ -11,7 +11,9 @@ import click
 from click.shell_completion import CompletionItem
 
 from ..errors import UsageError
+from ..hardware.search import named_device
 from ..hardware.specs import DEVICES
+from .console import FilePath, say
 
 _AMOUNT = re.compile(r"(?P<number>[\d.]+(?:[eE][+-]?\d+)?)(?P<unit>[kKmMbBgGtT]?)")
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
@@ -72,32 +74,37 @@ def device_keys(context: click.Context, parameter: click.Parameter, incomplete: 
     return [CompletionItem(spec.key, help=spec.name) for spec in DEVICES if spec.key.startswith(typed)]
 
 
-def separated(values: Sequence[str]) -> tuple[str, ...]:
-    """The entries of an option that may be repeated and may hold commas; empty entries do not count."""
-    return tuple(entry.strip() for value in values for entry in value.split(",") if entry.strip())
+def device_of_table(text: str) -> str:
+    """The device of the table that a name means; notes on stderr which variant is assumed."""
+    name, others = named_device(text)
+    if others:
+        say(f"note: {text} is taken as {name}; its other variants: {', '.join(others)}", err=True)
+    return name
 
 
-def texts_option(*names: str, help: str) -> Callable[..., Any]:
-    """An option with a list of names: None if it was not given, empty if it has no value."""
+def list_option(*names: str, of: Callable[[str], Any] = str, **settings: Any) -> Callable[..., Any]:
+    """An option that may be repeated and may hold commas, as a tuple of texts or of whole numbers.
 
-    def convert(
-        context: click.Context, option: click.Parameter, values: Sequence[str]
-    ) -> tuple[str, ...] | None:
-        return separated(values) if values else None
-
-    return click.option(*names, multiple=True, callback=convert, help=help)
-
-
-def numbers_option(*names: str, help: str) -> Callable[..., Any]:
-    """The same with a list of whole numbers."""
+    None if it was not given; empty entries do not count.
+    """
 
     def convert(
         context: click.Context, option: click.Parameter, values: Sequence[str]
-    ) -> tuple[int, ...] | None:
+    ) -> tuple[Any, ...] | None:
+        entries = (entry.strip() for value in values for entry in value.split(","))
         try:
-            return tuple(map(int, separated(values))) if values else None
+            return tuple(of(entry) for entry in entries if entry) if values else None
         except ValueError:
             given = ",".join(values)
             raise UsageError(f"{names[0]} takes comma-separated whole numbers; got {given!r}") from None
 
-    return click.option(*names, multiple=True, callback=convert, help=help)
+    return click.option(*names, multiple=True, callback=convert, **settings)
+
+
+def output_option(
+    parameter: str, help: str, *, metavar: str | None = None, is_file: bool = False
+) -> Callable[..., Any]:
+    """`--output`, the path of what a command writes."""
+    return click.option(
+        "--output", "-o", parameter, type=FilePath(dir_okay=not is_file), metavar=metavar, help=help
+    )

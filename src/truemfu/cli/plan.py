@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from ..errors import UsageError
 from ..hardware.detect import dtype_name, find_spec
-from ..hardware.search import named_device
 from ..hardware.specs import DTYPES
 from ..text import percent_text
 from ..training_plan import TrainingPlan
 from ..utilization import datasheet_flops_per_s, ideal_flops_per_s
-from .console import SafeConsole, say, short, table
+from .console import SafeConsole, short, table
+from .options import device_of_table
 
 if TYPE_CHECKING:
     from ..flops import FlopCount, Target
@@ -55,7 +55,8 @@ def wanted_plan(given: PlanOptions) -> PlanOptions | None:
             "--tokens-per-second gives the MFU: leave out --mfu, or leave out --tokens-per-second"
         )
     if given.device is not None:
-        return replace(given, device=_device(given.device))
+        named = given.device if _is_of_torch(given.device) else device_of_table(given.device)
+        return replace(given, device=named)
     if given.tokens_per_second is None and given.mfu is None and given.tokens is None:
         if given.price is not None or given.gpus > 1:
             raise UsageError("--gpus and --price need one of --tokens, --mfu or --tokens-per-second")
@@ -109,8 +110,7 @@ def why_no_peak(wanted: PlanOptions, by_dtype: Iterable[str]) -> str:
 
 def show_plan(console: SafeConsole, plan: TrainingPlan, length: int | None, no_peak: str) -> None:
     """Print it; `no_peak` is the reason if its peak is unknown."""
-    drawn = table("without a run", "")
-    drawn.columns[1].justify = "left"
+    drawn = table("without a run", "", texts=[""])
     for label, text in _rows(plan, no_peak):
         drawn.add_row(label, text)
     console.print("", drawn, "")
@@ -155,16 +155,6 @@ def _cost(cost: float | None, no_rate: str, plan: TrainingPlan) -> str:
         return no_rate
     amount = f"{cost:,.0f}" if cost >= 1000 else f"{cost:,.4g}"
     return f"{amount} at {plan.price_per_gpu_hour:g} per GPU hour"
-
-
-def _device(text: str) -> str:
-    """A torch device as it is, or the device of the table that a name means; notes an assumed variant."""
-    if _is_of_torch(text):
-        return text
-    name, others = named_device(text)
-    if others:
-        say(f"note: {text} is taken as {name}; its other variants: {', '.join(others)}", err=True)
-    return name
 
 
 def _is_of_torch(device: str) -> bool:

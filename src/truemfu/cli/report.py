@@ -8,19 +8,23 @@ import click
 
 from ..errors import UsageError
 from ..plain_files import what_is_there
-from .console import FilePath, debug_option, say, writing
+from ..report.folder import load_folder, page_path, refuse_input
+from ..report.run.load import LoadedRun
+from ..report.run.page import write_run_page
+from ..report.run.side_by_side import MOST_RUNS, write_runs_page
+from ..report.sweep.page import write_sweep_page
+from ..report.sweep.summary import summarize
+from .console import FilePath, say, writing
+from .options import output_option
 
 
 @click.command(
     short_help="Write a self-contained HTML report of a run, a sweep, or several runs side by side."
 )
 @click.argument("folders", metavar="DIR [DIR]...", nargs=-1, required=True, type=FilePath())
-@click.option(
-    "--output",
-    "-o",
+@output_option(
     "output_path",
-    type=FilePath(),
-    help="Path of the report.  [default: report.html in DIR; run_report.html if DIR also has a sweep; "
+    "Path of the report.  [default: report.html in DIR; run_report.html if DIR also has a sweep; "
     "runs_report.html in the current folder for several runs]",
 )
 @click.option(
@@ -30,7 +34,6 @@ from .console import FilePath, debug_option, say, writing
     metavar="AMOUNT",
     help="Price of a GPU hour: adds the cost of a million tokens.",
 )
-@debug_option
 def report(folders: tuple[Path, ...], output_path: Path | None, price_per_gpu_hour: float | None) -> None:
     """One self-contained HTML report of the run or sweep in DIR, detected from its files.
 
@@ -47,12 +50,6 @@ def report(folders: tuple[Path, ...], output_path: Path | None, price_per_gpu_ho
         truemfu report out/run --price 2.5
         truemfu report out/before out/after -o both.html
     """
-    from ..report.folder import load_folder, page_path, refuse_input
-    from ..report.run.load import LoadedRun
-    from ..report.run.page import write_run_page
-    from ..report.run.side_by_side import MOST_RUNS, write_runs_page
-    from ..report.sweep.page import write_sweep_page
-    from ..report.sweep.summary import summarize
 
     if len(folders) > MOST_RUNS:
         raise UsageError(

@@ -19,8 +19,12 @@ from ..commit import KNOWN_COMMIT, git_commit
 from ..environment import is_disabled
 from ..errors import UsageError, closest
 from ..hardware.detect import override_flops_per_s
-from .console import FilePath, debug_option, say
-from .options import separated
+from ..integrations.run_settings import RunSettings, python_command
+from ..monitor.config import AUTO, MODES, load_config
+from ..report.run.load import holds_run
+from ..trackers.table import check_tracker
+from .console import FilePath, say
+from .options import list_option, output_option
 
 _NOT_FOUND, _CANNOT_RUN = 127, 126
 RUNS_FOLDER = "truemfu-runs"
@@ -30,11 +34,9 @@ RUNS_FOLDER = "truemfu-runs"
     short_help="Run any training command and measure it.",
     context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
 )
-@click.option(
-    "--output",
-    "-o",
-    type=FilePath(),
-    help=f"The run folder.  [default: {RUNS_FOLDER}/DATE-TIME-NAME]",
+@output_option(
+    "output",
+    f"The run folder.  [default: {RUNS_FOLDER}/DATE-TIME-NAME]",
 )
 @click.option("--config", type=FilePath(), help="A YAML or JSON file with the settings of docs/monitor.md.")
 @click.option(
@@ -43,10 +45,9 @@ RUNS_FOLDER = "truemfu-runs"
     help="How FLOPs are found: smart, hybrid, profiler or estimate (docs/monitor.md).  [default: hybrid on a "
     "GPU whose counters can be read, else smart]",
 )
-@click.option(
+@list_option(
     "--tracker",
     "trackers",
-    multiple=True,
     metavar="NAME",
     help="Log to wandb, tensorboard, mlflow, trackio or prometheus too; several with commas.",
 )
@@ -56,13 +57,12 @@ RUNS_FOLDER = "truemfu-runs"
     help="Of a training with Opacus: compare the clipped gradients of step 2 and of every 500th with a loop "
     "over the samples (docs/private.md).",
 )
-@debug_option
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def run(
     output: Path | None,
     config: Path | None,
     mode: str | None,
-    trackers: tuple[str, ...],
+    trackers: tuple[str, ...] | None,
     check_privacy: bool,
     command: tuple[str, ...],
 ) -> None:
@@ -87,12 +87,7 @@ def run(
     TRUEMFU_DISABLED=1 runs COMMAND without measuring. Exit code: that of COMMAND; 127 if it is not found,
     126 if it cannot be run, 2 for a wrong option.
     """
-    from ..integrations.run_settings import RunSettings, python_command
-    from ..monitor.config import AUTO, MODES, load_config
-    from ..report.run.load import holds_run
-    from ..trackers.table import check_tracker
 
-    trackers = separated(trackers)
     if mode not in (None, AUTO, *MODES):
         modes = (AUTO, *MODES)
         raise UsageError(f"--mode must be one of {', '.join(modes)}; got {mode!r}{closest(mode, modes)}")
@@ -117,7 +112,7 @@ def run(
                 "run, give another --output.",
                 err=True,
             )
-        for tracker in trackers:
+        for tracker in trackers or ():
             check_tracker(tracker)
         override_flops_per_s()
         settings = RunSettings(

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
-from rich.cells import cell_len
-from rich.table import Table
-from rich.text import Text
 
-from .console import FilePath, debug_option, json_option, output, print_json, say, table, table_width
-
-if TYPE_CHECKING:
-    from ..records import RunSummary
-    from ..report.run.load import LoadedRun
+from ..errors import TruemfuError, UsageError
+from ..records import RunRecord, RunSummary
+from ..report.run.job_view import job_json, job_lines
+from ..report.run.load import LoadedRun, holds_run, load_run
+from ..report.run.log_summary import results_of, summary_of_log
+from ..run_summary.phases import LIMIT_LABEL, limit_of_steps
+from ..run_summary.texts import SERVER_LABEL, estimate_mark, figures, methods_text, mfu_text
+from ..text import age, flop_rate, on_one_line
+from .console import FilePath, json_option, output, print_json, say, table, table_width
 
 _SHORTEST_STATE = 30
+"""To so much a long state, such as an error, is cut on a terminal."""
 _SHOWN = (
     "step, median",
     "MFU, median",
@@ -34,7 +35,6 @@ _SHOWN = (
 @click.command(short_help="Show a run, running or ended; without a folder, list the runs here.")
 @click.argument("folder", metavar="[DIR]", required=False, type=FilePath())
 @json_option
-@debug_option
 def status(folder: Path | None, as_json: bool) -> None:
     """The run in DIR so far: steps, step time, MFU, tokens/s, loss, and whether and how it ended.
 
@@ -50,15 +50,10 @@ def status(folder: Path | None, as_json: bool) -> None:
         watch truemfu status runs/a
         truemfu status runs/a --json
     """
-    from ..report.run.job_view import job_lines
-    from ..report.run.load import holds_run, load_run
 
     if folder is None or (folder.is_dir() and not holds_run(folder)):
         _list_runs(folder or Path(), as_json)
         return
-    from ..report.run.log_summary import results_of, summary_of_log
-    from ..run_summary.phases import LIMIT_LABEL
-    from ..run_summary.texts import SERVER_LABEL, figures, methods_text
 
     run = load_run(folder)
     summary = summary_of_log(run.rows, servers=run.servers)
@@ -88,11 +83,6 @@ def status(folder: Path | None, as_json: bool) -> None:
 
 def _list_runs(top: Path, as_json: bool) -> None:
     """A line for each run in a folder; one that cannot be read is named on stderr."""
-    from ..errors import TruemfuError, UsageError
-    from ..report.run.load import holds_run, load_run
-    from ..report.run.log_summary import summary_of_log
-    from ..run_summary.texts import estimate_mark, mfu_text
-    from ..text import flop_rate, on_one_line
 
     folders = [top, *sorted(top.glob("*/")), *sorted(top.glob("*/*/"))]
     states = []
@@ -112,10 +102,11 @@ def _list_runs(top: Path, as_json: bool) -> None:
     if as_json:
         print_json([state for state, _ in states])
         return
-    rows = []
+    runs = table("run", "started", "steps", "MFU or FLOP/s", "state", texts=["state"])
+    runs.columns[-1].min_width = _SHORTEST_STATE
     for state, summary in states:
         rate = summary.median_tflops_per_gpu
-        row = (
+        runs.add_row(
             state["folder"],
             (state["started_at"] or "unknown")[:16].replace("T", " "),
             f"{state['steps']:,}",
@@ -124,40 +115,12 @@ def _list_runs(top: Path, as_json: bool) -> None:
             else flop_rate(1e12 * rate) + estimate_mark(summary),
             on_one_line(state["state"]),
         )
-        rows.append(row)
-    _print_runs(rows)
-
-
-def _print_runs(rows: Sequence[tuple[str, ...]]) -> None:
-    """A line for each run: on a terminal a long state, such as an error, is cut to the width."""
-    whole = table_width(_table_of(rows))
-    console = output(whole)
-    longest = max(cell_len(row[-1]) for row in rows)
-    room = max(_SHORTEST_STATE, longest - max(0, whole - console.width))
-    console.print(_table_of([(*row[:-1], _cut(row[-1], room)) for row in rows]))
-
-
-def _table_of(rows: Sequence[tuple[str, ...]]) -> Table:
-    runs = table("run", "started", "steps", "MFU or FLOP/s", "state")
-    runs.columns[-1].justify = "left"
-    for row in rows:
-        runs.add_row(*row)
-    return runs
-
-
-def _cut(text: str, width: int) -> str:
-    cut = Text(text)
-    cut.truncate(width, overflow="ellipsis")
-    return cut.plain
+    output(table_width(runs)).print(runs)
 
 
 def _state_of(run: LoadedRun, summary: RunSummary) -> dict[str, Any]:
     """What a script reads; `summary` is that of the log."""
     from msgspec import to_builtins
-
-    from ..records import RunRecord
-    from ..report.run.job_view import job_json
-    from ..run_summary.phases import limit_of_steps
 
     last = run.rows[-1] if run.rows else None
     own = None if run.record is None else run.record.summary
@@ -189,7 +152,6 @@ def _state_of(run: LoadedRun, summary: RunSummary) -> dict[str, Any]:
 
 
 def _state_text(has_ended: bool, ended_by: str | None, last_step: int | None, age_s: float | None) -> str:
-    from ..text import age
 
     if ended_by is not None:
         where = "before its first step" if last_step is None else f"after step {last_step:,}"

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from ..errors import UsageError
+from ..report.sweep.figures import SweepSummary
+from ..report.sweep.load import load_sweep
+from ..report.sweep.summary import summarize as summary_of
+from ..report.sweep.texts import WRITERS, context_lines, failure_texts, headline, tables_of
 from ..text import on_one_line, shortened
 from .console import (
     WIDEST_TABLE,
     FilePath,
     check_suffix,
-    debug_option,
     json_option,
     output,
     print_tables,
     say,
     write_text,
 )
-from .options import format_option
-
-if TYPE_CHECKING:
-    from ..report.sweep.figures import SweepSummary
+from .options import format_option, output_option
 
 _FORMATS = {".json": "json", ".csv": "csv", ".md": "markdown"}
 _SHOWN_LOG_LINES = 6
@@ -33,16 +32,12 @@ _LONGEST_LOG_LINE = 1000
 @click.command(short_help="Summarize a sweep's logs as tables, Markdown, CSV or JSON.")
 @click.argument("folder", metavar="DIR", type=FilePath(), required=False)
 @click.option("--logs-dir", type=FilePath(), hidden=True)
-@click.option(
-    "--output",
-    "-o",
+@output_option(
     "output_path",
-    type=FilePath(),
-    help="Also write the summary here; the suffix .json, .csv or .md selects the format.",
+    "Also write the summary here; the suffix .json, .csv or .md selects the format.",
 )
 @format_option("markdown", "json", "csv")
 @json_option
-@debug_option
 def summarize(
     folder: Path | None, logs_dir: Path | None, output_path: Path | None, shown_as: str, as_json: bool
 ) -> None:
@@ -61,9 +56,6 @@ def summarize(
         truemfu summarize out/sweep --format markdown > sweep.md
         truemfu summarize out/sweep --json | jq '.trainers[] | {trainer, success_rate}'
     """
-    from ..report.sweep.load import load_sweep
-    from ..report.sweep.summary import summarize as summary_of
-    from ..report.sweep.texts import WRITERS
 
     given = [path for path in (folder, logs_dir) if path is not None]
     if len(given) != 1:
@@ -82,7 +74,6 @@ def summarize(
 
 def show_summary(summary: SweepSummary) -> None:
     """The summary on a terminal: tables, failures, notes, and the sweep in one line at the end."""
-    from ..report.sweep.texts import context_lines, failure_texts, headline, tables_of
 
     console = output(WIDEST_TABLE)
     print_tables(console, tables_of(summary))

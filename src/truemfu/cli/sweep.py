@@ -10,7 +10,7 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 import msgspec
@@ -18,13 +18,20 @@ import msgspec
 from ..errors import RecordError, UsageError, closest
 from ..plain_files import what_is_there
 from ..records import Status, SweepRecord, read_record
+from ..report.drawing.documents import json_text
+from ..report.sweep.figures import SweepSummary
+from ..report.sweep.load import LoadedSweep, load_sweep, with_results
+from ..report.sweep.summary import summarize
+from ..sweep.config import TEST_CONFIG, SweepConfig, load_config, override, parse
+from ..sweep.paths import SweepFolder
+from ..sweep.supervisor.cluster_batches import cancel_all
+from ..sweep.supervisor.runner import run_sweep
 from ..text import counted
-from .console import FilePath, debug_option, ignoring_closed_pipe, json_option, say
-from .options import SIZE_NAMES, numbers_option, older_names, texts_option
-
-if TYPE_CHECKING:
-    from ..report.sweep.figures import SweepSummary
-    from ..sweep.config import SweepConfig
+from .console import FilePath, ignoring_closed_pipe, json_option, say, working
+from .live import Lines
+from .options import SIZE_NAMES, list_option, older_names, output_option
+from .summarize import show_summary
+from .sweep_plan import show_plan
 
 MODES = ("profile", "test", "single")
 CONFIG_NAME = "profiling_config.json"
@@ -63,27 +70,26 @@ _OF_CLUSTER = "job_"
     type=FilePath(),
     help=f"The whole matrix as JSON; flags override it.  [default: {CONFIG_NAME}, if it exists]",
 )
-@click.option(
-    "--output",
-    "-o",
+@output_option(
     "folder",
-    type=FilePath(),
-    help="Folder of logs/, runs/ and results/.  [default: out/sweep; out/sweep-test in test mode]",
+    "Folder of logs/, runs/ and results/.  [default: out/sweep; out/sweep-test in test mode]",
 )
-@texts_option("--trainer", "trainers", help="Trainers, comma-separated; or package.module:Class.")
-@numbers_option("--batch", "batch_sizes", help="Samples in the batch: 4,8")
-@numbers_option("--seq", "seq_lengths", help="Tokens per sample: 512,1024")
-@texts_option(
+@list_option("--trainer", "trainers", help="Trainers, comma-separated; or package.module:Class.")
+@list_option("--batch", "batch_sizes", help="Samples in the batch: 4,8", of=int)
+@list_option("--seq", "seq_lengths", help="Tokens per sample: 512,1024", of=int)
+@list_option(
     "--model",
     "models",
     help="tiny, small, medium, 1b, a Hugging Face config.json or its folder, or package.module:factory.",
 )
-@texts_option("--dtype", "dtypes", help="fp32 or bf16.  [default: bf16 on a GPU, else fp32]")
+@list_option("--dtype", "dtypes", help="fp32 or bf16.  [default: bf16 on a GPU, else fp32]")
 @click.option("--optimizer", help="sgd or adamw.  [default: sgd]")
 @click.option("--compile", is_flag=True, default=None, help="Use torch.compile, if the trainer supports it.")
 @click.option("--device", help="cuda or cpu.  [default: a GPU if there is one]")
-@numbers_option("--gpu-ids", "gpus", help="GPUs to use, by number; each runs one experiment at a time: 0,1")
-@numbers_option("--gpus-per-experiment", help="GPUs per experiment (on a CPU: processes): 1,2,4")
+@list_option(
+    "--gpu-ids", "gpus", help="GPUs to use, by number; each runs one experiment at a time: 0,1", of=int
+)
+@list_option("--gpus-per-experiment", help="GPUs per experiment (on a CPU: processes): 1,2,4", of=int)
 @click.option("--parallel", help="ddp or fsdp2: how several GPUs share the training. --batch is per GPU.")
 @click.option("--timeout", "timeout_s", type=float, metavar="SECONDS", help="Time limit of an experiment.")
 @click.option(
@@ -154,7 +160,6 @@ _OF_CLUSTER = "job_"
     "--dry-run", is_flag=True, help="List the experiments and what each requests, without starting any."
 )
 @json_option
-@debug_option
 def sweep(
     mode: str,
     config_path: Path | None,
@@ -193,7 +198,6 @@ def sweep(
     To continue an interrupted sweep, run the same command again. Exit codes: 0 every experiment
     succeeded, 1 at least one did not, 2 wrong usage and nothing was started, 130 interrupted.
     """
-    from .sweep_plan import show_plan
 
     folder = folder or Path(FOLDERS.get(mode, FOLDERS["profile"]))
     if cancel:
@@ -210,7 +214,6 @@ def sweep(
 
 def _config(mode: str, path: Path | None, folder: Path, flags: dict[str, Any]) -> SweepConfig:
     """Mode and file give the defaults; flags override them. A sweep on a cluster brings its own settings."""
-    from ..sweep.config import TEST_CONFIG, SweepConfig, load_config, override
 
     if mode not in MODES:
         raise UsageError(f"no mode {mode!r}{closest(mode, MODES)}: expected {', '.join(MODES)}")
@@ -243,8 +246,6 @@ def _config(mode: str, path: Path | None, folder: Path, flags: dict[str, Any]) -
 
 def _recorded_on_cluster(folder: Path) -> SweepConfig | None:
     """The settings of the sweep in this folder, if its experiments were given to a cluster."""
-    from ..sweep.config import parse
-    from ..sweep.paths import SweepFolder
 
     try:
         config = parse(read_record(SweepFolder(folder).record, SweepRecord).config)
@@ -256,17 +257,10 @@ def _recorded_on_cluster(folder: Path) -> SweepConfig | None:
 def _run(
     config: SweepConfig, folder: Path, rerun: str, as_json: bool, *, start_over: bool | None = None
 ) -> int:
-    from ..report.drawing.documents import json_text
-    from ..report.sweep.load import LoadedSweep, load_sweep, with_results
-    from ..report.sweep.summary import summarize
-    from ..sweep.paths import SweepFolder
-    from ..sweep.supervisor.runner import run_sweep
-    from .live import progress
-    from .summarize import show_summary
 
     files = SweepFolder(folder)
-    with progress() as listener:
-        outcome = run_sweep(config, folder, rerun=rerun, start_over=start_over, listener=listener)
+    with working("reading the folder") as show:
+        outcome = run_sweep(config, folder, rerun=rerun, start_over=start_over, listener=Lines(show))
     try:
         found = load_sweep(folder)
     except UsageError as error:  # an experiment has destroyed the folder: the results are still in memory
@@ -313,7 +307,6 @@ def _leave_or_cancel(folder: Path, count: int, *, ask: bool) -> int:
 
 
 def _cancel(folder: Path) -> int:
-    from ..sweep.supervisor.cluster_batches import cancel_all
 
     count = cancel_all(folder)
     say(f"cancelled: {counted(count, 'experiment')}", err=True)

@@ -5,23 +5,21 @@ from __future__ import annotations
 import math
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from ..records import SweepCase
+from ..sweep.cases import cases_of
+from ..sweep.config import SweepConfig
+from ..sweep.gpus import device_of
+from ..sweep.launchers.settings import Request, request_of
+from ..sweep.paths import SweepFolder
+from ..sweep.supervisor.stored import stored_result
 from .console import WIDEST_TABLE, output, print_json, table
-
-if TYPE_CHECKING:
-    from ..sweep.config import SweepConfig
-    from ..sweep.launchers.settings import Request
 
 
 def show_plan(config: SweepConfig, folder: Path, as_json: bool) -> None:
     """Print the experiments; on a cluster also what each requests, and the hours from earlier results."""
-    from ..sweep.cases import cases_of
-    from ..sweep.gpus import device_of
-    from ..sweep.launchers.settings import request_of
 
     device = device_of(config)
     cases = cases_of(config, device)
@@ -74,8 +72,6 @@ def _expected_s(folder: Path, cases: dict[str, SweepCase]) -> dict[str, float] |
 
     An experiment takes as long as it did, one without a result the median of the others.
     """
-    from ..sweep.paths import SweepFolder
-    from ..sweep.supervisor.stored import stored_result
 
     files = SweepFolder(folder)
     took_s: dict[str, float] = {}

@@ -9,7 +9,6 @@ reports that, and Ctrl-C still ends the program.
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
@@ -32,7 +31,7 @@ from ..hardware.counters.samples import CounterSource
 from ..hardware.counters.trace import Recorder, Replay
 from ..hardware.counters.windows import GPM_LAG_S, combine
 from ..trackers.prometheus_server import parse_address
-from .console import FilePath, SafeConsole, debug_option, json_option, output, print_json, say
+from .console import FilePath, SafeConsole, json_option, output, print_json, say
 from .top_screen import Reading, reading_of, screen
 
 # The counters are updated every 0.1 s: at shorter intervals the figures would depend on the time of reading.
@@ -68,7 +67,6 @@ _WHOLE_TRACE = 10**7
     "machine can connect; 0.0.0.0:9400 serves every machine that can reach the port.",
 )
 @json_option
-@debug_option
 def top(
     once: bool,
     interval_s: float,
@@ -108,7 +106,8 @@ def top(
         raise UsageError(
             "--once ends after one interval, so nothing could be served: leave out --once or --export"
         )
-    if replay_from is not None and record_to is not None and _are_same(replay_from, record_to):
+    both = [path for path in (replay_from, record_to) if path is not None and path.exists()]
+    if len(both) > 1 and both[0].samefile(both[1]):
         raise UsageError(
             f"--record would overwrite {replay_from}, which is being replayed: give --record another file"
         )
@@ -132,14 +131,6 @@ def top(
         else:
             silent = export is not None and not sys.stdout.isatty() and not as_json
             _watch(samplers[0], interval_s, as_json=as_json, silent=silent)
-
-
-def _are_same(one: Path, other: Path) -> bool:
-    """Whether two paths, also through links, are the same file."""
-    try:
-        return os.path.samefile(one, other)
-    except OSError:  # one of them does not exist
-        return False
 
 
 def _recorder(source: CounterSource, path: Path, interval_s: float) -> Recorder:

@@ -7,30 +7,30 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from ..environment import is_disabled
 from ..errors import UsageError, closest
-from ..text import age, counted, on_one_line
+from ..integrations.run_settings import python_command
+from ..remedies.facts import Evidence
+from ..remedies.table import BY_NAME
+from ..report.drawing.documents import json_text
+from ..text import age, on_one_line
+from ..trial.plan import Plan
+from ..trial.record import Trial, TrialRun
+from ..trial.texts import SIDE_EFFECTS, conclusion, failure_lines, other_lines, plan_lines, tables_of
+from ..trial.trial import TrialSettings, UnchangedFailed, run_trial
 from .console import (
-    FilePath,
-    debug_option,
     ignoring_closed_pipe,
     json_option,
     output,
+    print_tables,
     say,
-    table,
     working,
 )
-from .options import separated
+from .options import list_option, output_option
 from .run import folder_name, is_there, missing_text
-
-if TYPE_CHECKING:
-    from ..remedies.facts import Evidence
-    from ..trial.plan import Plan
-    from ..trial.record import Trial, TrialRun
 
 _FOLDER = "truemfu-try"
 _FAILED, _INTERRUPTED = 1, 130
@@ -53,12 +53,9 @@ def _seconds(context: click.Context, param: click.Parameter, value: str | None) 
     short_help="Measure what torch.compile, a fused optimizer, … gain on an unchanged script.",
     context_settings={"allow_interspersed_args": False},
 )
-@click.option(
-    "--output",
-    "-o",
+@output_option(
     "folder",
-    type=FilePath(),
-    help=f"The folder of the trial.  [default: {_FOLDER}/DATE-TIME-NAME]",
+    f"The folder of the trial.  [default: {_FOLDER}/DATE-TIME-NAME]",
 )
 @click.option(
     "--steps",
@@ -89,9 +86,8 @@ def _seconds(context: click.Context, param: click.Parameter, value: str | None) 
     metavar="TIME",
     help="Limit of each process.  [default: 30m for the first, then by its time]",
 )
-@click.option("--only", multiple=True, metavar="NAME", help="Only these remedies; several with commas.")
+@list_option("--only", metavar="NAME", help="Only these remedies; several with commas.")
 @json_option
-@debug_option
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def try_remedies(
     folder: Path | None,
@@ -100,7 +96,7 @@ def try_remedies(
     rounds: int,
     time_s: float | None,
     timeout_s: float | None,
-    only: tuple[str, ...],
+    only: tuple[str, ...] | None,
     as_json: bool,
     command: tuple[str, ...],
 ) -> int:
@@ -119,13 +115,8 @@ def try_remedies(
     steps are from those of unchanged runs, and the lines to write. Ctrl-C ends the measuring and shows what
     was measured. Exit codes: 0 done, 1 the unchanged command failed, 2 wrong usage, 130 interrupted.
     """
-    from ..integrations.run_settings import python_command
-    from ..remedies.table import BY_NAME
-    from ..trial.texts import SIDE_EFFECTS, failure_lines, json_text
-    from ..trial.trial import TrialSettings, UnchangedFailed, run_trial
 
-    names = separated(only)
-    for name in names:
+    for name in only or ():
         if name not in BY_NAME:
             raise UsageError(
                 f"--only: unknown remedy {name!r}{closest(name, BY_NAME)}; known: {', '.join(BY_NAME)}"
@@ -154,7 +145,7 @@ def try_remedies(
         rounds=rounds,
         time_s=time_s,
         timeout_s=timeout_s,
-        only=names or (),
+        only=only or (),
     )
     with ExitStack() as stack:
         try:
@@ -178,20 +169,15 @@ class _Progress:
 
     def __init__(self, update: Callable[[str], None] | None) -> None:
         self._update = update
-        self._count = 1
 
     def planned(self, plan: Plan, first: TrialRun, evidence: Evidence, seconds: float) -> None:
-        from ..trial.texts import plan_lines
 
         for line in plan_lines(plan, first, evidence, seconds):
             say(line, err=True)
 
-    def started(self, number: int, count: int, name: str) -> None:
-        self._count = count
-
-    def waiting(self, number: int, name: str, seconds: float) -> None:
+    def waiting(self, number: int, count: int, name: str, seconds: float) -> None:
         if self._update is not None:
-            self._update(f"{number} of about {self._count}: {name}, {seconds:.0f} s")
+            self._update(f"{number} of about {count}: {name}, {seconds:.0f} s")
 
     def ended(self, run: TrialRun) -> None:
         from statistics import median
@@ -201,19 +187,9 @@ class _Progress:
 
 
 def _show(trial: Trial) -> None:
-    from ..trial.texts import COLUMNS, conclusion, other_lines, row_of, shown_cases
 
     console = output()
-    cases = shown_cases(trial)
-    if cases:
-        runs = counted(trial.unchanged_runs, "run")
-        drawn = table(*COLUMNS, title=f"unchanged: {1e3 * trial.step_time_s:.2f} ms a step, {runs}")
-        for column in (drawn.columns[1], drawn.columns[-1]):
-            column.justify = "left"
-        for case in cases:
-            drawn.add_row(*map(on_one_line, row_of(case)))
-        console.print(drawn)
-        console.print()
+    print_tables(console, tables_of(trial))
     for line in other_lines(trial):
         console.print(on_one_line(line), style="dim")
     for note in trial.notes:

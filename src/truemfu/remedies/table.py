@@ -47,13 +47,21 @@ class Remedy:
     title: str
     changes: str
     """What it changes in the numbers: "nothing", "rounding" (the order of sums) or "precision"."""
-    judge: Callable[[Evidence], Judgement]
+    judged_by: Callable[[Evidence], Judgement]
     line: str
     """What to write into the script; {option} and {device} are filled in."""
     one_of: str | None = None
     """Of remedies with the same word here, one is applied."""
     from_outside: bool = True
     """Whether it can be applied without a change of the script."""
+
+    on_cuda_only: bool = False
+
+    def judge(self, evidence: Evidence) -> Judgement:
+        """Whether it applies."""
+        if self.on_cuda_only and evidence.device != "cuda":
+            return _no(f"the device is {evidence.device}")
+        return self.judged_by(evidence)
 
     def line_for(self, option: str, evidence: Evidence) -> str:
         """The line for this script."""
@@ -82,10 +90,6 @@ def _compile_blocks(e: Evidence) -> Judgement:
     return _yes(f"repeated blocks: {found}", ", ".join(parts))
 
 
-def _cuda_graphs(e: Evidence) -> Judgement:
-    return _no(f"the device is {e.device}") if e.device != "cuda" else _compile(e)
-
-
 def _fp32_products(e: Evidence) -> str | None:
     """Why there are no fp32 products, or it is not known."""
     if e.products is None:
@@ -107,8 +111,6 @@ def _of_products(e: Evidence, dtype: str) -> str:
 
 
 def _tf32(e: Evidence) -> Judgement:
-    if e.device != "cuda":
-        return _no(f"the device is {e.device}")
     if (e.capability or [0])[0] < _TF32_SINCE:
         return _no("this GPU has no TF32")
     if e.matmul_precision != "highest":
@@ -170,8 +172,6 @@ def _wait_share(e: Evidence) -> float | None:
 
 
 def _pin_memory(e: Evidence) -> Judgement:
-    if e.device != "cuda":
-        return _no(f"the device is {e.device}")
     if not e.loaders:
         return _no("no DataLoader of torch was seen")
     if all(one.pins_memory for one in e.loaders):
@@ -226,8 +226,6 @@ def _channels_last(e: Evidence) -> Judgement:
 
 
 def _cudnn_benchmark(e: Evidence) -> Judgement:
-    if e.device != "cuda":
-        return _no(f"the device is {e.device}")
     if e.cudnn_benchmark:
         return _no("it is on already")
     return _yes(f"{e.convolutions} convolutions") if e.convolutions else _no("no convolution was seen")
@@ -260,12 +258,12 @@ REMEDIES: tuple[Remedy, ...] = (
            "model.compile()  # before training", one_of="compile"),
     Remedy("compile_blocks", "torch.compile of its repeated blocks", ROUNDING, _compile_blocks,
            "for block in [{option}]: block.compile()", one_of="compile"),
-    Remedy("cuda_graphs", "torch.compile with CUDA graphs", ROUNDING, _cuda_graphs,
-           'model.compile(mode="reduce-overhead")', one_of="compile"),
+    Remedy("cuda_graphs", "torch.compile with CUDA graphs", ROUNDING, _compile,
+           'model.compile(mode="reduce-overhead")', one_of="compile", on_cuda_only=True),
     Remedy("autocast_bf16", "bf16 autocast", PRECISION, _autocast,
            'with torch.autocast("{device}", torch.bfloat16):  # around the forward pass'),
     Remedy("tf32", "TF32 products", PRECISION, _tf32,
-           'torch.set_float32_matmul_precision("high")'),
+           'torch.set_float32_matmul_precision("high")', on_cuda_only=True),
     Remedy("loader_workers", "loader workers", NOTHING, _workers,
            "DataLoader(…, num_workers={option}, persistent_workers=True)"),
     Remedy("no_checkpointing", "checkpointing off", NOTHING, _checkpointing,
@@ -279,9 +277,9 @@ REMEDIES: tuple[Remedy, ...] = (
     Remedy("channels_last", "channels_last", ROUNDING, _channels_last,
            "model.to(memory_format=torch.channels_last), and the same for its inputs"),
     Remedy("cudnn_benchmark", "cuDNN benchmark", ROUNDING, _cudnn_benchmark,
-           "torch.backends.cudnn.benchmark = True"),
+           "torch.backends.cudnn.benchmark = True", on_cuda_only=True),
     Remedy("pin_memory", "pinned memory", NOTHING, _pin_memory,
-           "DataLoader(…, pin_memory=True)"),
+           "DataLoader(…, pin_memory=True)", on_cuda_only=True),
     Remedy("foreach_optimizer", "foreach optimizer", ROUNDING, _foreach,
            "the optimizer's argument foreach=True", one_of="optimizer"),
     Remedy("larger_batch", "a larger batch", PRECISION, _larger_batch,

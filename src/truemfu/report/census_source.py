@@ -27,7 +27,8 @@ def load_census(path: Path, device: str | None = None, found: Found | None = Non
     if device is None and record.is_file():
         return read_record(record, Census)
     if trace.is_file():
-        return _of_trace(trace, device, found, _run_of(path))
+        # A run may have been ended before it wrote its summary.
+        return _of_trace(trace, device, found, load_run(path) if holds_run(path) else None)
     raise UsageError(
         f"{path} has no census of a step: neither {CENSUS_FILE} nor {TRACE_FILE}. A run on a GPU in mode "
         "hybrid records one; monitoring.census: true does so in any mode (docs/explain.md)"
@@ -53,8 +54,3 @@ def _of_trace(trace: Path, device: str | None, found: Found | None, run: LoadedR
         ordinary_step_s=None if summary is None else summary.median_step_time_s,
         padding_lost=None if summary is None else summary.padding_lost,
     )
-
-
-def _run_of(folder: Path) -> LoadedRun | None:
-    """The run in a folder, which may have been ended before it wrote its summary."""
-    return load_run(folder) if holds_run(folder) else None

@@ -250,7 +250,7 @@ def without_tensor_work(summary: RunSummary) -> str | None:
     """The kernels behind "busy without tensor work", by the census of a step; None without one."""
     if not summary.without_tensor:
         return None
-    fall = None if summary.hardware is None else summary.hardware.waterfall
+    fall = summary.waterfall
     parts = [] if fall is None else [part for part in fall.parts if part.key == NO_TENSOR]
     points = parts[0].share if parts else None
     found = [
@@ -351,8 +351,7 @@ def _figure(
 
 def peak_text(run: RunResults) -> str:
     """The peak with its source."""
-    hardware, source = run.summary.hardware, run.summary.peak_source
-    fall = None if hardware is None else hardware.waterfall
+    fall, source = run.summary.waterfall, run.summary.peak_source
     peak = None if fall is None else fall.peak_flops_per_s
     peak = run.peak_flops_per_s if peak is None else peak
     source = "set by the user" if source == "override" else source

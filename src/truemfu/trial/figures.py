@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import fmean
+from statistics import fmean, geometric_mean
 
 from ..remedies.facts import UNCHANGED
 from ..remedies.table import NOTHING, ROUNDING
@@ -78,18 +78,14 @@ def run_to_run(unchanged: Sequence[Estimate], *, on_cpu: bool) -> float:
 def gain_of(unchanged: Sequence[Estimate], changed: Sequence[Estimate], *, run_to_run: float) -> Gain:
     """The gain of some runs over the unchanged ones beside them."""
     ratio = ratio_of(unchanged, changed, confidence=CONFIDENCE, run_to_run=run_to_run)
-    unchanged_s = _geometric_mean(unchanged)
+    unchanged_s = geometric_mean(estimate.value for estimate in unchanged)
     return Gain(
-        step_time_s=_geometric_mean(changed),
+        step_time_s=geometric_mean(estimate.value for estimate in changed),
         unchanged_s=unchanged_s,
         value=1 - ratio.value,
         low=1 - ratio.high,
         high=1 - ratio.low,
     )
-
-
-def _geometric_mean(estimates: Sequence[Estimate]) -> float:
-    return math.exp(fmean(math.log(estimate.value) for estimate in estimates))
 
 
 def largest_difference(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 from ..remedies.facts import UNCHANGED, Evidence
 from ..remedies.table import REMEDIES, Judgement, Remedy
@@ -78,7 +77,7 @@ def make_plan(
     if time_left_s is None or plan.seconds(process_s) <= time_left_s:
         return plan
     left_out: list[str] = []
-    for fewer in chain(range(rounds - 1, FEWEST_ROUNDS - 1, -1)):
+    for fewer in range(rounds - 1, FEWEST_ROUNDS - 1, -1):
         plan = _plan_of(chosen, others, fewer, [])
         if plan.seconds(process_s) <= time_left_s:
             break

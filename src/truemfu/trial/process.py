@@ -8,21 +8,20 @@ What it prints goes to a file. Trackers in it are offline, and have their folder
 
 from __future__ import annotations
 
-import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import msgspec
 
 from ..integrations.run_settings import RunSettings
-from ..plain_files import read, read_end
-from ..records import read_record
+from ..plain_files import read_end
+from ..records import LOG_FILE, read_record
 from ..remedies.facts import ORDER, RUN_FOLDER, Evidence, TrialOrder, TrialResult, result_file
 from ..report.compare.intervals import FEWEST_STEPS
+from ..report.run.log_rows import LogRow, LogRows, read_log
 from ..sweep.process import GRACE_S, WorkerProcess, kernel_oom_kills
 from ..text import on_one_line, shortened
 from .record import TrialRun
@@ -152,18 +151,15 @@ def _failure(
 
 def _measured(run: TrialRun, order: TrialOrder, results: Sequence[TrialResult]) -> TrialRun:
     """The run with its figures; a failure if they are too few."""
-    rows = [row for row in _rows(Path(order.folder)) if _is_measured(row, order)]
-    waits = [row["perf/data_wait"] for row in rows if row.get("perf/data_wait") is not None]
-    useful = [
-        row["perf/padding_efficiency"] for row in rows if row.get("perf/padding_efficiency") is not None
-    ]
+    rows = _measured_rows(order)
+    useful = [row.padding_efficiency for row in rows if row.padding_efficiency is not None]
     peaks = [result.peak_memory_bytes for result in results]
     is_known = len(results) >= results[0].world_size and None not in peaks
     too_few = f"too few steps: {len(rows)} of at least {FEWEST_STEPS} after {order.warm_up_steps} of warm-up"
     return msgspec.structs.replace(
         run,
-        step_times_s=[row["perf/step_time"] for row in rows],
-        data_waits_s=waits,
+        step_times_s=[row.step_time_s for row in rows if row.step_time_s is not None],
+        data_waits_s=[row.data_wait_s for row in rows if row.data_wait_s is not None],
         losses=results[0].losses,
         non_finite_losses=results[0].non_finite_losses,
         padding=1 - fmean(useful) if useful else None,
@@ -173,17 +169,15 @@ def _measured(run: TrialRun, order: TrialOrder, results: Sequence[TrialResult]) 
     )
 
 
-def _rows(folder: Path) -> list[dict[str, Any]]:
+def _measured_rows(order: TrialOrder) -> list[LogRow]:
     """Of the monitor's log, which rank 0 writes; none if there is no log."""
-    for file in sorted((folder / RUN_FOLDER).glob("**/training_log.json")):
-        rows: list[dict[str, Any]] = json.loads(read(file))
-        return rows
-    return []
-
-
-def _is_measured(row: Mapping[str, Any], order: TrialOrder) -> bool:
-    is_after = order.warm_up_steps < row["global_step"] <= order.all_steps
-    return is_after and not row.get("perf/warmup") and bool(row.get("perf/step_time"))
+    logs = sorted(Path(order.folder, RUN_FOLDER).glob(f"**/{LOG_FILE}"))
+    rows = read_log(logs[0]).rows if logs else LogRows()
+    return [
+        row
+        for row in map(rows.__getitem__, range(len(rows)))
+        if order.warm_up_steps < row.global_step <= order.all_steps and not row.is_warmup and row.step_time_s
+    ]
 
 
 def _tail(folder: Path) -> list[str]:

@@ -1,12 +1,11 @@
-"""A plan and a trial as text: sentences, rows of a table, JSON."""
+"""A plan and a trial as text: sentences and a table."""
 
 from __future__ import annotations
 
-import msgspec
-
 from ..remedies.facts import Evidence
 from ..remedies.table import BY_NAME
-from ..text import UNKNOWN, age, counted, duration, on_one_line, printable, share, size
+from ..report.drawing.tables import Table, digits, table_of, words
+from ..text import UNKNOWN, age, counted, duration, on_one_line, share, size
 from .plan import Plan
 from .record import (
     FAILED,
@@ -21,7 +20,6 @@ from .record import (
     TrialRun,
 )
 
-COLUMNS = ("remedy", "verdict", "step", "gain", "95 % interval", "peak memory", "losses")
 SIDE_EFFECTS = (
     "The command runs many times, as it is: its downloads and files are its own. Each process ends after its "
     "steps by os._exit: code after the training does not run.",
@@ -50,28 +48,41 @@ def plan_lines(plan: Plan, first: TrialRun, evidence: Evidence, seconds: float) 
     return lines
 
 
-def row_of(case: TrialCase) -> list[str]:
-    """The cells of `COLUMNS` for a case with figures, or that failed."""
-    if case.gain is None or case.gain_s is None:
-        return [case.name, case.verdict, *[UNKNOWN] * 5]
-    assert case.gain_low is not None
-    assert case.gain_high is not None
-    return [
-        case.name,
-        case.verdict,
-        duration(case.step_time_s),
-        f"{1e3 * case.gain_s:+.2f} ms ({100 * case.gain:+.1f} %)",
-        f"{100 * case.gain_low:+.1f} to {100 * case.gain_high:+.1f} %",
-        size(case.peak_memory_bytes),
-        losses_text(case),
+def tables_of(trial: Trial) -> list[Table]:
+    """What was run, with the figures; empty if nothing was."""
+    cases = shown_cases(trial)
+    if not cases:
+        return []
+    runs = counted(trial.unchanged_runs, "run")
+    fields = [
+        words("remedy", lambda case: case.name),
+        words("verdict", lambda case: case.verdict),
+        digits("step", lambda case: duration(case.step_time_s)),
+        digits("gain", _gain),
+        digits("95 % interval", _interval),
+        digits("peak memory", lambda case: size(case.peak_memory_bytes)),
+        words("losses", losses_text),
     ]
+    return [table_of(f"unchanged: {1e3 * trial.step_time_s:.2f} ms a step, {runs}", cases, fields)]
+
+
+def _gain(case: TrialCase) -> str:
+    if case.gain is None or case.gain_s is None:
+        return UNKNOWN
+    return f"{1e3 * case.gain_s:+.2f} ms ({100 * case.gain:+.1f} %)"
+
+
+def _interval(case: TrialCase) -> str:
+    if case.gain_low is None or case.gain_high is None:
+        return UNKNOWN
+    return f"{100 * case.gain_low:+.1f} to {100 * case.gain_high:+.1f} %"
 
 
 def losses_text(case: TrialCase) -> str:
     """Whether the training is still the same."""
     losses = case.losses
     if losses is None:
-        return "unknown"
+        return UNKNOWN if case.gain is None else "unknown"
     if losses.are_identical:
         return "identical"
     apart = f"{share(losses.largest_difference)} apart"
@@ -89,15 +100,9 @@ def shown_cases(trial: Trial) -> list[TrialCase]:
 
 def other_lines(trial: Trial) -> list[str]:
     """The remedies without a measurement, with the reasons."""
-    kinds = {
-        FAILED: "failed",
-        NOT_FROM_OUTSIDE: "cannot be applied from outside",
-        NOT_MEASURED: "not measured",
-        NOT_APPLICABLE: "does not apply",
-    }
     return [
-        f"{case.name}: {text} ({case.reason})"
-        for verdict, text in kinds.items()
+        f"{case.name}: {verdict} ({case.reason})"
+        for verdict in (FAILED, NOT_FROM_OUTSIDE, NOT_MEASURED, NOT_APPLICABLE)
         for case in trial.cases
         if case.verdict == verdict
     ]
@@ -140,11 +145,6 @@ def _recommended_case(trial: Trial) -> TrialCase:
         assert trial.together is not None
         return trial.together
     return next(case for case in trial.cases if case.name == trial.recommended[0])
-
-
-def json_text(trial: Trial) -> str:
-    """The same as in trial.json."""
-    return printable(msgspec.json.format(msgspec.json.encode(trial), indent=2).decode()) + "\n"
 
 
 def failure_lines(run: TrialRun) -> list[str]:

@@ -70,11 +70,8 @@ class TrialListener(Protocol):
     def planned(self, plan: Plan, first: TrialRun, evidence: Evidence, seconds: float) -> None:
         """The unchanged command has run, and this will follow."""
 
-    def started(self, number: int, count: int, name: str) -> None:
-        """A process was started, of about so many."""
-
-    def waiting(self, number: int, name: str, seconds: float) -> None:
-        """It has run for so long."""
+    def waiting(self, number: int, count: int, name: str, seconds: float) -> None:
+        """A process, of about so many, has run for so long."""
 
     def ended(self, run: TrialRun) -> None:
         """It has ended."""
@@ -197,14 +194,14 @@ class _Session:
             warm_up_steps=settings.warm_up_steps,
             remedies=remedies,
         )
-        self._listener.started(number, max(self._count, number), name)
+        count = max(self._count, number)
         run, evidence = run_process(
             settings.command,
             order,
             number=number,
             name=name,
             limit_s=limit_s,
-            waiting=lambda: self._listener.waiting(number, name, time.monotonic() - began_s),
+            waiting=lambda: self._listener.waiting(number, count, name, time.monotonic() - began_s),
         )
         self._runs.append(run)
         self._listener.ended(run)

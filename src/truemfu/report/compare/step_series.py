@@ -52,7 +52,7 @@ def series_of(rows: LogRows) -> StepSeries:
     kept = array(
         "q", [at for at, seconds in enumerate(times) if 0 < seconds < math.inf and not is_warmup[at]]
     )
-    tokens, samples = rows.column("tokens_per_s"), rows.column("samples_per_s")
+    tokens, samples = rows.column("tokens_per_second"), rows.column("samples_per_second")
     gaps = [rows.steps[j] - rows.steps[i] for i, j in itertools.pairwise(kept)]
     peaks = list(filter(math.isfinite, rows.column("memory_peak_bytes")))
     return StepSeries(

@@ -13,7 +13,7 @@ from ...text import duration, sentence
 from ..drawing.html import write_template
 from ..drawing.lane_chart import LaneChart, lane_chart
 from ..drawing.tables import Table
-from .texts import classes_table, costs_table, figures, not_applicable, notes, remedies_table
+from .texts import figures, notes, tables_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,6 @@ class CensusView:
     figures: Sequence[Figure]
     picture: LaneChart | None
     tables: Sequence[Table]
-    without_bound: Sequence[tuple[str, str]]
     notes: Sequence[str]
 
 
@@ -37,8 +36,7 @@ def view_of(census: Census, most: int | None = None) -> CensusView:
             {one.key: CLASSES[one.key] for one in census.classes},
             census.step_s,
         ),
-        tables=[classes_table(census), remedies_table(census), costs_table(census, most)],
-        without_bound=list(not_applicable(census)),
+        tables=tables_of(census, most),
         notes=[sentence(note) for note in notes(census)],
     )
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from ...census.classes import CLASSES, GAPS
 from ...census.record import Bound, Census, ClassTime, KernelRow
 from ...remedies.table import BY_NAME
@@ -12,8 +10,6 @@ from ...text import UNKNOWN, duration, flop_rate, share
 from ..drawing.tables import Table, digits, measures, table_of, words
 
 _MOST_SHOWN = 15
-NO_PREDICTION = "Bounds, not predictions: `truemfu try` measures what a remedy gains."
-TITLES = {name: remedy.title for name, remedy in BY_NAME.items()}
 
 
 def figures(census: Census) -> list[Figure]:
@@ -57,7 +53,18 @@ def figures(census: Census) -> list[Figure]:
     return found
 
 
-def classes_table(census: Census) -> Table:
+def tables_of(census: Census, most: int | None = _MOST_SHOWN) -> list[Table]:
+    """The tables to show, in reading order; `most` limits the kernels."""
+    every = (
+        _classes_table(census),
+        _costs_table(census, most),
+        _remedies_table(census),
+        _other_remedies_table(census),
+    )
+    return [table for table in every if table.rows]
+
+
+def _classes_table(census: Census) -> Table:
     """Where the step's time went."""
 
     def work(one: ClassTime) -> str:
@@ -80,7 +87,7 @@ def classes_table(census: Census) -> Table:
     )
 
 
-def costs_table(census: Census, most: int | None = _MOST_SHOWN) -> Table:
+def _costs_table(census: Census, most: int | None) -> Table:
     """The kernels that take the most time."""
     return table_of(
         "What costs most",
@@ -111,35 +118,34 @@ def notes(census: Census) -> list[str]:
     return [*(f"limits are unknown where {reason}" for reason in reasons), *census.notes]
 
 
-def remedies(census: Census) -> list[Bound]:
-    """Those that the census has evidence for, the largest first."""
-    return [bound for bound in census.bounds if bound.applies]
-
-
-def at_most(bound: Bound, census: Census) -> str:
-    """`at most 26.8 ms of 70.3 ms`."""
+def _remedies_table(census: Census) -> Table:
+    """What each remedy could gain at most, the largest first."""
     of = census.ordinary_step_s or census.step_s
-    if bound.at_most_s is None:
-        return UNKNOWN
-    return f"at most {duration(min(bound.at_most_s, of))} of {duration(of)}"
 
+    def at_most(bound: Bound) -> str:
+        if bound.at_most_s is None:
+            return UNKNOWN
+        return f"at most {duration(min(bound.at_most_s, of))} of {duration(of)}"
 
-def remedies_table(census: Census) -> Table:
-    """What each remedy could gain at most."""
     return table_of(
-        "What remedies could gain at most",
-        remedies(census),
+        "What remedies could gain",
+        [bound for bound in census.bounds if bound.applies],
         [
-            words("remedy", lambda one: TITLES[one.remedy]),
-            words("at most", lambda one: at_most(one, census)),
-            words("because", lambda one: one.evidence),
+            words("remedy", _title),
+            words("at most", at_most),
+            words("because", lambda bound: bound.evidence, kind="text"),
         ],
-        sentence=NO_PREDICTION,
+        sentence="Bounds, not predictions: `truemfu try` measures what a remedy gains.",
     )
 
 
-def not_applicable(census: Census) -> Iterator[tuple[str, str]]:
-    """The other remedies, each with the reason."""
-    for bound in census.bounds:
-        if not bound.applies:
-            yield TITLES[bound.remedy], bound.evidence
+def _other_remedies_table(census: Census) -> Table:
+    return table_of(
+        "No bound for",
+        [bound for bound in census.bounds if not bound.applies],
+        [words("remedy", _title), words("because", lambda bound: bound.evidence, kind="text")],
+    )
+
+
+def _title(bound: Bound) -> str:
+    return BY_NAME[bound.remedy].title

@@ -16,22 +16,11 @@ from typing import Any
 import msgspec
 
 from ...records import GenerationServer, RunHardware, RunRecord, RunSummary, WaterfallPart, WaterfallRecord
-from ...run_summary.sums import STEP_TIME, RunSums
+from ...run_summary.sums import HFU, MEDIANS, STEP_TIME, RunSums
 from ...run_summary.texts import RunResults
 from ...waterfall import between_steps_notes, limiter_of, parts_of_metrics
 from .load import LastWindow, LoadedRun
 from .log_rows import PAUSES, PHASES, LogRows
-
-_RATES = {
-    "mfu": "mfu",
-    "mfu_estimate": "mfu_estimate",
-    "mfu_whole_step": "mfu_whole_step",
-    "mfu_training": "mfu_training",
-    "tflops_per_gpu": "tflops_per_gpu",
-    "tokens_per_second": "tokens_per_s",
-    "samples_per_second": "samples_per_s",
-}
-"""Medians of a summary, and the values of a row that they are of."""
 
 
 def summary_of_log(
@@ -48,13 +37,13 @@ def summary_of_log(
         for timed, is_warmup, is_observed in zip(is_timed, of_warmup, observed, strict=True)
     )
     for of, is_warmup in ((steady, False), (warmup, True)):
-        sums.add_values(STEP_TIME, _known(rows, STEP_TIME, of), is_warmup=is_warmup)
-        for name, value in _RATES.items():
-            sums.add_values(name, _known(rows, value, of), is_warmup=is_warmup)
+        for name in MEDIANS:
+            if name != HFU:
+                sums.add_values(name, _known(rows, name, of), is_warmup=is_warmup)
         methods = rows.column("hfu_method")
         for method in dict.fromkeys(methods):
             of_method = bytes(map(mul, of, (found == method for found in methods)))
-            sums.add_hfu(_known(rows, "hfu", of_method), method, is_warmup=is_warmup)
+            sums.add_hfu(_known(rows, HFU, of_method), method, is_warmup=is_warmup)
     steady_s = sum(_known(rows, STEP_TIME, steady))
     sums.add_time(steady_s, is_warmup=False)
     sums.add_time(sum(_known(rows, STEP_TIME, is_timed)) - steady_s, is_warmup=True)
@@ -69,14 +58,12 @@ def summary_of_log(
         steps = sum(map(isfinite, compress(rows.column(PHASES["forward"]), steady)))
         seconds = {phase: _known(rows, value, steady) for phase, value in PHASES.items()}
         sums.add_phases({phase: sum(known) for phase, known in seconds.items() if known}, steps)
-    for reason, number in Counter(compress(rows.column("phases_unknown"), steady)).items():
-        if reason is not None:
-            sums.add_phases_unknown(reason, number)
+    for reason, steps in Counter(filter(None, compress(rows.column("phases_unknown"), steady))).items():
+        sums.add_phases_unknown(reason, steps)
     _add_tokens(sums, rows)
-    sums.methods.update(method for method in rows.column("method") if method is not None)
-    for reason, steps in Counter(rows.column("mfu_unknown")).items():
-        if reason is not None:
-            sums.add_unknown(reason, steps)
+    sums.methods.update(filter(None, rows.column("method")))
+    for reason, steps in Counter(filter(None, rows.column("mfu_unknown"))).items():
+        sums.add_unknown(reason, steps)
     found = msgspec.convert(sums.as_dict(), RunSummary)
     return msgspec.structs.replace(
         found,
@@ -94,7 +81,7 @@ def _known(rows: LogRows, name: str, of: bytes) -> list[float]:
 
 def _add_tokens(sums: RunSums, rows: LogRows) -> None:
     """A row's tokens are its rate times its time; without its padding efficiency it is left out."""
-    tokens = list(map(mul, rows.column("tokens_per_s"), rows.column(STEP_TIME)))
+    tokens = list(map(mul, rows.column("tokens_per_second"), rows.column(STEP_TIME)))
     useful = list(map(mul, tokens, rows.column("padding_efficiency")))
     is_known = bytes(map(isfinite, useful))
     sums.add_tokens(sum(compress(tokens, is_known)), sum(compress(useful, is_known)))

@@ -29,7 +29,7 @@ from ..drawing.line_chart import Chart, Series, line_chart, stacked_chart, thinn
 from ..drawing.tables import Table, digits, measures, table_of, words
 from ..explain.page import view_of as view_of_census
 from .job_view import job_view
-from .load import LastWindow, LoadedRun
+from .load import LoadedRun
 from .log_rows import PAUSES, PHASES, LogRows
 from .log_summary import results_of
 from .one_step import picture_of
@@ -67,7 +67,7 @@ def write_run_page(path: Path, run: LoadedRun, price_per_gpu_hour: float | None 
         about_charts=thinning(len(run.rows)) if run.rows else "There are no charts: the log has no rows.",
         waterfall=view_of(summary.hardware),
         no_waterfall=why_no_waterfall(results),
-        of_last_window=None if run.last_window is None else _of_last_window(run.last_window),
+        last_window=run.last_window,
         one_step=picture_of(summary.typical_step),
         census=None if census is None else view_of_census(census, _MOST_KERNELS),
         about_census="" if census is None else _about_census(census, summary),
@@ -89,14 +89,6 @@ def write_run_page(path: Path, run: LoadedRun, price_per_gpu_hour: float | None 
             if record.summary is not None
             else f"Warnings and lost data are {NO_SUMMARY}."
         ),
-    )
-
-
-def _of_last_window(last_window: LastWindow) -> str:
-    """What the hardware figures from a row of the log cover."""
-    return (
-        "Without the run's summary, this only covers the last window of counters, as logged at step "
-        f"{last_window.step:,}."
     )
 
 

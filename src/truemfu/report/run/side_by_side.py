@@ -65,7 +65,7 @@ def write_runs_page(path: Path, runs: Sequence[LoadedRun], price_per_gpu_hour: f
         damage=[(one.name, one.run.notes) for one in shown if one.run.notes],
         names=[one.name for one in shown],
         figures=_figures_table(shown),
-        facts=_facts_table(shown),
+        facts=_by_run("What was run", shown, [dict(facts(one.results)) for one in shown], marks=True),
         waterfall=_waterfall_table(shown),
         no_waterfall=list(dict.fromkeys(why_no_waterfall(one.results) for one in shown)),
         charts=list(_charts(shown)),
@@ -109,17 +109,12 @@ def _verdict(shown: Sequence[_Shown]) -> tuple[list[str], list[tuple[str, str]]]
 
 
 def _figures_table(shown: Sequence[_Shown]) -> Table:
-    each = [one.figures for one in shown]
-    labels = list(dict.fromkeys(label for found in each for label in found))
     table = _by_run(
-        "Figures",
-        shown,
-        labels,
-        [[found[label].value if label in found else "-" for found in each] for label in labels],
+        "Figures", shown, [{label: one.value for label, one in each.figures.items()} for each in shown]
     )
     if len(shown) != 2:
         return table
-    ratios = [_ratio(*(found.get(label) for found in each)) for label in labels]
+    ratios = [_ratio(*(one.figures.get(row[0].text) for one in shown)) for row in table.rows]
     return replace(
         table,
         columns=[*table.columns, Column(label="ratio")],
@@ -134,58 +129,31 @@ def _ratio(first: Figure | None, second: Figure | None) -> str:
     return f"{second.number / first.number:.3f}"
 
 
-def _facts_table(shown: Sequence[_Shown]) -> Table:
-    each = [dict(facts(one.results)) for one in shown]
-    labels = list(dict.fromkeys(label for found in each for label in found))
-    return _by_run(
-        "What was run", shown, labels, [[found.get(label, "-") for found in each] for label in labels], True
-    )
-
-
 def _waterfall_table(shown: Sequence[_Shown]) -> Table | None:
     falls = [
-        {part.name: part.share for part in (one.results.summary.hardware.waterfall.parts)}
-        if one.results.summary.hardware is not None and one.results.summary.hardware.waterfall is not None
-        else {}
-        for one in shown
+        {part.name: points(part.share) for part in (fall.parts if fall is not None else ())}
+        for fall in (one.results.summary.waterfall for one in shown)
     ]
-    names = list(dict.fromkeys(name for fall in falls for name in fall))
-    if not names:
-        return None
-    return _by_run(
-        "Where the peak went, points of the peak",
-        shown,
-        names,
-        [[points(fall[name]) if name in fall else "-" for fall in falls] for name in names],
-    )
+    return _by_run("Where the peak went, points of the peak", shown, falls) if any(falls) else None
 
 
 def _by_run(
-    title: str,
-    shown: Sequence[_Shown],
-    labels: Sequence[str],
-    texts: Sequence[Sequence[str]],
-    marks: bool = False,
+    title: str, shown: Sequence[_Shown], each: Sequence[Mapping[str, str]], *, marks: bool = False
 ) -> Table:
-    """A row for each label and a column for each run; texts that differ are marked."""
+    """A row for each label and a column for the texts of each run; texts that differ are marked."""
+
+    def row(label: str) -> list[Cell]:
+        texts = [found.get(label, "-") for found in each]
+        kind = ("text differs" if len(set(texts)) > 1 else "text") if marks else ""
+        return [plain(label), *(Cell(text=text, kind=kind) for text in texts)]
+
     return Table(
         title=title,
         columns=[
             Column(label="what", is_number=False),
             *(Column(label=one.name, is_number=not marks, key=one.key) for one in shown),
         ],
-        rows=[
-            [
-                plain(label),
-                *(
-                    Cell(text=text, kind="text differs" if len(set(row)) > 1 else "text")
-                    if marks
-                    else plain(text)
-                    for text in row
-                ),
-            ]
-            for label, row in zip(labels, texts, strict=True)
-        ],
+        rows=[row(label) for label in dict.fromkeys(label for found in each for label in found)],
     )
 
 

@@ -58,25 +58,19 @@ def _utilization(run: RunResults, unknown: Unknown) -> Iterator[str]:
 
 
 def _largest_loss(summary: RunSummary, unknown: Unknown) -> Iterator[str]:
-    fall = summary.hardware.waterfall if summary.hardware is not None else None
+    fall = summary.waterfall
     parts = [part for part in (fall.parts[:-1] if fall is not None else ()) if part.share]
     largest = max(parts, key=lambda part: part.share or 0.0, default=None)
     if largest is None or (largest.share or 0.0) <= 0:
         unknown.append(("where the rest of the peak went", "there is no waterfall, see below"))
         return
-    inner = max(largest.of, key=lambda part: part.share or 0.0, default=None)
-    yield f"The largest loss is {_part(largest)}" + (
-        f", most of it {_part(inner)}." if _counts(inner) else "."
-    )
+    inner = max(largest.of, key=lambda part: part.share or 0.0, default=largest)
+    is_telling = inner is not largest and (inner.share or 0.0) > 0 and inner.name != "other"
+    yield f"The largest loss is {_part(largest)}" + (f", most of it {_part(inner)}." if is_telling else ".")
 
 
-def _part(part: WaterfallPart | None) -> str:
-    assert part is not None
+def _part(part: WaterfallPart) -> str:
     return f"{part.name}: {100 * (part.share or 0.0):.1f} points of the peak"
-
-
-def _counts(part: WaterfallPart | None) -> bool:
-    return part is not None and (part.share or 0.0) > 0 and part.name != "other"
 
 
 def _waiting(summary: RunSummary, unknown: Unknown) -> Iterator[str]:
