@@ -79,7 +79,6 @@ def explain(
     Bounds say "at most"; `truemfu try` measures what a remedy gains. Exit codes: 0 done, 1 the command ended
     before a step was recorded, 2 wrong usage.
     """
-
     check_suffix(page, (".html",))
     check_suffix(traced, (".gz",), "--trace")
     if device is not None:
@@ -125,7 +124,6 @@ def _refuse_several(source: tuple[str, ...]) -> None:
 
 def _refuse_inputs(path: Path, page: Path | None, traced: Path | None) -> None:
     """What is written may not replace what is read."""
-
     for target, option in ((page, "--output"), (traced, "--trace")):
         if target is not None:
             refuse_input(target, [path, path / TRACE_FILE], "explanation", option)
@@ -133,7 +131,6 @@ def _refuse_inputs(path: Path, page: Path | None, traced: Path | None) -> None:
 
 def _recorded(command: tuple[str, ...]) -> Path | None:
     """Run a command until a step is recorded; the folder with its trace, or None if it ended without one."""
-
     if is_disabled():
         raise UsageError("TRUEMFU_DISABLED=1 switches truemfu off, so no step would be recorded: unset it")
     call = python_command(command, sys.executable)

@@ -57,8 +57,8 @@ def tables_of(census: Census, most: int | None = _MOST_SHOWN) -> list[Table]:
     """The tables to show, in reading order; `most` limits the kernels."""
     every = (
         _classes_table(census),
-        _costs_table(census, most),
         _remedies_table(census),
+        _costs_table(census, most),
         _other_remedies_table(census),
     )
     return [table for table in every if table.rows]
