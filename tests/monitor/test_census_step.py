@@ -58,7 +58,7 @@ def test_a_run_has_the_census_of_one_step(tmp_path: Path) -> None:
     assert sum(one.seconds for one in census.classes) == pytest.approx(census.step_s)
     summary = monitor.summary()
     assert summary["warnings"] == []
-    assert 0 < summary["monitor_cost"]["census_s"] < 3
+    assert summary["monitor_cost"]["census_s"] > 0
     assert sum(summary["without_tensor"].values()) == pytest.approx(1)
     run = read_record(tmp_path / RUN_FILE, RunRecord)
     assert run.summary is not None
