@@ -234,7 +234,7 @@ BAD_CALLS = {
         "cannot be checkpointed",
     ),
     "no model": (["count"], "MODEL"),
-    "an unknown command": (["cuont"], "cuont"),
+    "an unknown command": (["cuont"], "Did you mean 'count'?"),
     "an unknown option": (["count", "tiny", "--bach", "4"], "--bach"),
     "an unknown dtype for the ceiling": (["peak", "--dtype", "bf17"], "bf17"),
     "a negative time": (["peak", "--seconds", "-1"], "seconds must be"),

@@ -515,6 +515,11 @@ def test_names_give_way_on_a_narrow_terminal(run: Run, monkeypatch: pytest.Monke
     narrow = run("--replay", str(STEP_FILE)).out.splitlines()
     assert max(map(len, narrow[:20])) == 100
     assert [line.split()[-3:] for line in narrow[3:20]] == [line.split()[-3:] for line in wide[3:20]]
+    for columns in ("80", "60"):  # the table is divided, and each kernel has a line in every part
+        monkeypatch.setenv("COLUMNS", columns)
+        first, second = run("--replay", str(STEP_FILE), "--top", "4").out.split("\n\n")[:2]
+        assert all("…" in line for line in (*first.splitlines()[3:], *second.splitlines()[2:6]))
+        assert len(first.splitlines()) == 3 + 4
 
 
 LEAVING = """

@@ -266,7 +266,9 @@ def test_what_is_below_the_decorators_of_a_function_stays_there() -> None:
 
 
 @pytest.mark.xfail(
-    TORCH < (2, 7), reason="torch 2.6 compiles code again whose model has its hooks replaced, once in a run"
+    TORCH < (2, 7),
+    reason="torch 2.6 compiles code again whose model has its hooks replaced, once in a run",
+    strict=True,
 )
 def test_code_that_is_compiled_in_parts_is_not_compiled_again(tmp_path: Path) -> None:
     """Dynamo raises at the first call that compiles anything a second time."""
@@ -418,7 +420,9 @@ def test_compiled_code_around_the_model_is_compiled_as_without_phases(
 
 
 @pytest.mark.xfail(
-    TORCH < (2, 7), reason="torch 2.6 compiles code again whose model has its hooks replaced, once in a run"
+    TORCH < (2, 7),
+    reason="torch 2.6 compiles code again whose model has its hooks replaced, once in a run",
+    strict=True,
 )
 def test_a_step_that_is_compiled_whole_is_compiled_as_without_a_monitor(tmp_path: Path) -> None:
     graphs = []

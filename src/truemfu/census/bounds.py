@@ -139,7 +139,7 @@ def _fused_optimizer(known: StepItems) -> Finding:
 def _waits(items: Iterable[Item], known: StepItems) -> tuple[float, str]:
     """How long the GPU was idle before some kernels: another choice of them may be launched sooner."""
     waits_s = min(sum(item.waited_ns for item in items) * _NS, _gaps(known)[0])
-    return waits_s, f"; its kernels wait {duration(waits_s)} for their launch" if waits_s else ""
+    return waits_s, f"; kernels wait {duration(waits_s)} for their launch" if waits_s else ""
 
 
 def _optimizer_bytes(known: StepItems) -> float | None:

@@ -59,10 +59,12 @@ class _Commands(click.Group):
         return list(_COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name in _COMMANDS and cmd_name not in self.commands:
-            module = importlib.import_module(f".{_COMMANDS[cmd_name]}", __name__)
-            found = (one for one in vars(module).values() if isinstance(one, click.Command))
-            self.add_command(_debug_option(next(one for one in found if one.name == cmd_name)))
+        # For a name that there is not, click suggests one of the commands that it has.
+        for name in [cmd_name] if cmd_name in _COMMANDS else _COMMANDS:
+            if name not in self.commands:
+                module = importlib.import_module(f".{_COMMANDS[name]}", __name__)
+                found = (one for one in vars(module).values() if isinstance(one, click.Command))
+                self.add_command(_debug_option(next(one for one in found if one.name == name)))
         return super().get_command(ctx, cmd_name)
 
 

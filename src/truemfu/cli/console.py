@@ -31,6 +31,7 @@ _PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3
 _FULL_WIDTH = 140
 _GAP = 3  # between columns
 _REDRAWS_PER_S = 4
+_NARROWEST_SENTENCE = 24
 WIDEST_TABLE = 400
 """Some tables have sentences in the last column; a narrow window wraps them, nothing is truncated."""
 
@@ -178,6 +179,9 @@ def print_tables(console: Console, tables: Iterable[ReportTable]) -> None:
             title=text.title,
             texts=[column.label for column in text.columns if not column.is_number],
         )
+        for index, column in enumerate(drawn.columns):
+            if any(row[index].kind == "text" for row in text.rows):
+                column.min_width, column.no_wrap, column.overflow = _NARROWEST_SENTENCE, False, "fold"
         for row in text.texts:
             drawn.add_row(*map(on_one_line, row))
         console.print(drawn)
@@ -202,9 +206,11 @@ def _column_widths(drawn: Table) -> list[int]:
 def fitted(drawn: Table, width: int) -> list[Table]:
     """The table, or its columns in several tables of at most this width, each with the first column.
 
-    Only a column with a `min_width` is truncated. Other cells are wrapped, if there is no other way.
+    A column with a `min_width` gives way first: it is truncated, or wrapped if it may be. Other cells are
+    wrapped, if there is no other way.
     """
     columns, widths = drawn.columns, _column_widths(drawn)
+    truncated = [column.min_width is not None and column.no_wrap for column in columns]
     missing = max(table_width(drawn) - width, 0)
     for index, column in enumerate(columns):
         if column.min_width is not None:
@@ -214,6 +220,10 @@ def fitted(drawn: Table, width: int) -> list[Table]:
             column.min_width = None  # rich would widen a column that needs less
     if not missing or len(columns) < 2:
         return [drawn]
+    natural = _column_widths(drawn)
+    widths = [
+        kept if cut else all_of_it for kept, all_of_it, cut in zip(widths, natural, truncated, strict=True)
+    ]
     widest = max(widths[1:])
     first = min(widths[0], max(width - _GAP - widest, width // 3))
     room = width - first - _GAP
@@ -227,17 +237,26 @@ def fitted(drawn: Table, width: int) -> list[Table]:
         blocks[-1].append(index)
         used += needed
     return [
-        _columns_of(drawn, [0, *block], [first, *(min(widths[index], room) for index in block)], first_part)
-        for first_part, block in zip([True, *[False] * len(blocks)], blocks, strict=False)
+        _columns_of(
+            drawn,
+            [0, *block],
+            [first, *(min(widths[index], room) for index in block)],
+            truncated,
+            is_first=number == 0,
+        )
+        for number, block in enumerate(blocks)
     ]
 
 
-def _columns_of(drawn: Table, chosen: list[int], widths: list[int], is_first: bool) -> Table:
+def _columns_of(
+    drawn: Table, chosen: list[int], widths: list[int], truncated: list[bool], *, is_first: bool
+) -> Table:
     headers = [str(drawn.columns[index].header) for index in chosen]
     part = table(*headers, title=str(drawn.title) if is_first and drawn.title is not None else None)
     for column, index, width in zip(part.columns, chosen, widths, strict=True):
         column.justify = drawn.columns[index].justify
-        column.max_width, column.no_wrap, column.overflow = width, False, "fold"
+        column.max_width, column.no_wrap = width, truncated[index]
+        column.overflow = "ellipsis" if truncated[index] else "fold"
     cells = [list(drawn.columns[index].cells) for index in chosen]
     for row, texts in zip(drawn.rows, zip(*cells, strict=True), strict=True):
         part.add_row(*texts, style=row.style)

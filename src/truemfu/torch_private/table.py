@@ -202,7 +202,8 @@ def loaded(path: str) -> Any:
     """The object of a name whose module the program has loaded, else ABSENT; a missing one is recorded."""
     assert path in NAMES
     found = lookup.find(path, load=False)
-    if found is ABSENT and path.partition(":")[0] in sys.modules:
+    home = sys.modules.get(path.partition(":")[0])
+    if found is ABSENT and home is not None and not getattr(home.__spec__, "_initializing", False):
         miss(path)
     return found
 

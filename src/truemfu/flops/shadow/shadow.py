@@ -255,8 +255,8 @@ class _Uncopied:
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise ModelError(
-            f"the model holds a {self._type_name}, which a count would advance: the training would lose the "
-            "items that the count consumes"
+            f"the model or its batch holds a {self._type_name}, which a count would advance: the training "
+            "would lose the items that the count consumes"
         )
 
     def __iter__(self) -> Any:

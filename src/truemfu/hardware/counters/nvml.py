@@ -267,7 +267,8 @@ class _Gpu:
         if what in self._unsupported:
             return None
         try:
-            return getattr(self._nvml, function)(self._handle, *arguments)
+            found = getattr(self._nvml, function)(self._handle, *arguments)
+            return found.decode() if isinstance(found, bytes) else found  # names, in older modules
         except AttributeError:  # the Python module is older than the call
             self._unsupported.add(what)
         except self._nvml.NVMLError as problem:

@@ -56,7 +56,7 @@ class Ray:
             raise UsageError("launcher ray needs Ray, which is not installed: pip install 'truemfu[ray]'")
         address = self._settings.ray_address
         if address is None:
-            shortage = shortage_of([_resources_here()], request)
+            shortage = shortage_of([_resources_here()], request, "a local Ray on this machine")
             if shortage is not None:
                 raise UsageError(shortage)
             return
@@ -191,12 +191,17 @@ def _resources_here() -> dict[str, float]:
     return {"GPU": len(visible_gpus()), "CPU": os.cpu_count() or 1, "memory": memory_bytes}
 
 
-def shortage_of(nodes: Sequence[Mapping[str, float]], request: Request) -> str | None:
+def shortage_of(nodes: Sequence[Mapping[str, float]], request: Request, place: str = "a node") -> str | None:
     """Why no node can satisfy a request, by the resources of each as Ray names them; None if one can."""
     wanted = {"GPU": request.gpus, "CPU": request.cpus or 1, "memory": request.memory_bytes or 0}
     if any(all(node.get(what, 0) >= much for what, much in wanted.items()) for node in nodes):
         return None
-    there = {what: max((node.get(what, 0) for node in nodes), default=0) for what in wanted}
-    asked = ", ".join(f"{much:g} {_RESOURCES[what]}" for what, much in wanted.items() if much)
-    most = ", ".join(f"{much:g} {_RESOURCES[what]}" for what, much in there.items())
-    return f"no node can satisfy the request: an experiment requests {asked}; the most a node has is {most}"
+    most = {what: max((node.get(what, 0) for node in nodes), default=0) for what in wanted}
+    # Where each is somewhere, it is all of them together that no node has.
+    short = [what for what in wanted if most[what] < wanted[what]] or [
+        what for what in wanted if wanted[what]
+    ]
+    asked, there = (
+        ", ".join(f"{much[what]:,.15g} {_RESOURCES[what]}" for what in short) for much in (wanted, most)
+    )
+    return f"no node can satisfy the request: an experiment requests {asked}; the most {place} has is {there}"

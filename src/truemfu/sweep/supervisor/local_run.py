@@ -9,7 +9,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from ... import plain_files
@@ -37,8 +37,9 @@ class LocalRun:
         """Run these experiments."""
         for gpus, slots in self._slots_by_gpus.items():
             self._pending.extend(name for name in pending if self._state.cases[name].gpus == gpus)
-            with ThreadPoolExecutor(len(slots)) as threads:
-                list(threads.map(self._serve, slots))
+            with ThreadPoolExecutor(len(slots), thread_name_prefix="truemfu-slot") as threads:
+                for served in as_completed([threads.submit(self._serve, slot) for slot in slots]):
+                    served.result()  # the first failure is raised, once all have ended
 
     def probe(self, case: SweepCase) -> CaseResult:
         """The result of a few steps of a case in a fresh worker: do they fit in memory?"""
