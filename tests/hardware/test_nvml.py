@@ -88,6 +88,12 @@ def test_nvml_tells_everything_in_base_units() -> None:
     )
 
 
+def test_names_are_texts_where_an_older_module_has_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = FakeNvml()
+    monkeypatch.setattr(nvml, "nvmlDeviceGetName", lambda handle: b"NVIDIA H200", raising=False)
+    assert [gpu.name for gpu in source_of(nvml).gpus()] == ["NVIDIA H200"]
+
+
 def test_raw_cycles_are_asked_for_once_where_the_driver_has_none() -> None:
     nvml = FakeNvml()
     source = source_of(nvml)

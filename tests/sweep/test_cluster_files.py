@@ -25,7 +25,8 @@ from truemfu.records import CaseResult, Phase, Status, SweepRecord, read_record,
 from truemfu.sweep.cases import cases_of
 from truemfu.sweep.config import override
 from truemfu.sweep.launchers.jobs import Batch, Claim, JobsFolder, JobState
-from truemfu.sweep.launchers.settings import TIME_MARGIN_S, ClusterSettings, request_of
+from truemfu.sweep.launchers.ray_engine import shortage_of
+from truemfu.sweep.launchers.settings import TIME_MARGIN_S, ClusterSettings, Request, request_of
 from truemfu.sweep.launchers.slurm import Slurm, _parse
 from truemfu.sweep.order import WorkerOrder
 from truemfu.sweep.paths import SweepFolder
@@ -322,3 +323,21 @@ def test_a_batch_waits_for_the_one_before_where_that_has_a_number(
     assert Slurm(settings).submit(batch, JobsFolder(tmp_path / "jobs"), [0], before) == "78"
     options = (tmp_path / "options").read_text().splitlines()
     assert [option for option in options if option.startswith("--dependency")] == waits_for
+
+
+@pytest.mark.parametrize(
+    ("request_", "asked", "there"),
+    [
+        ({"gpus": 0, "memory_bytes": 25_276_510_209}, "25,276,510,209 bytes of", "25,276,510,208 bytes of"),
+        ({"gpus": 3, "cpus": 4}, "3 GPUs, 4 CPUs", "1 GPUs, 2 CPUs"),
+    ],
+)
+def test_a_refusal_by_ray_names_what_a_node_is_short_of(
+    request_: dict[str, int], asked: str, there: str
+) -> None:
+    node = {"GPU": 1.0, "CPU": 2.0, "memory": 25_276_510_208.0}
+    text = shortage_of([node], Request(time_s=60.0, **request_), "a local Ray on this machine")
+    assert text is not None
+    assert f"an experiment requests {asked}" in text
+    assert f"the most a local Ray on this machine has is {there}" in text
+    assert shortage_of([node], Request(time_s=60.0)) is None
