@@ -185,7 +185,7 @@ def test_more_than_a_node_has(cluster: Cluster, tmp_path: Path) -> None:
 
 
 def test_more_than_this_machine_has(tmp_path: Path) -> None:
-    refused(tmp_path / "out", "an experiment requests 100000 CPUs", cpus=100_000)
+    refused(tmp_path / "out", "an experiment requests 100,000 CPUs", cpus=100_000)
 
 
 def test_an_address_that_does_not_answer(tmp_path: Path) -> None:
