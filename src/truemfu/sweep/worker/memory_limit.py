@@ -22,7 +22,7 @@ def limit_memory(limit_bytes: int | None) -> None:
     if limit_bytes is not None:
         found = memory_of(os.getpid())
         held = found.get("RssAnon", 0)
-        reserved = max(0, found["VmData"] - held) if held else 0
+        reserved = max(0, found.get("VmData", 0) - held) if held else 0
         if held >= limit_bytes:
             raise MemoryError(
                 f"the limit of {limit_bytes // _MIB} MiB is below the {held // _MIB} MiB that the worker "
