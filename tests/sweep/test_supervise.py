@@ -197,7 +197,8 @@ def test_the_log_of_a_failure_is_quoted_without_its_result(folder: SweepFolder) 
 
 def test_a_result_that_cannot_be_written_is_kept_and_says_so(folder: SweepFolder) -> None:
     root = repr(str(folder.root))
-    code = f"import os, shutil; shutil.rmtree({root}); open({root}, 'w'); os._exit(3)"
+    harm = f"shutil.rmtree({root}); open({root}, 'w')"
+    code = f"import os, shutil, sys; sys.stdin.readline(); {harm}; os._exit(3)"
     result = result_of(worker(code), folder)
     assert result.notes == [
         "results/case.json could not be written: Not a directory",
